@@ -1,0 +1,1 @@
+"""gapless: fine-tune large language models at the speed of the matmuls."""
