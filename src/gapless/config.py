@@ -1,7 +1,7 @@
 """Every setting of a run: keyword-only dataclasses whose field docstrings are the help text of the command line.
 
 A run file (TOML, YAML accepted) holds one table per section below. This module imports nothing heavy: the command line
-parses, validates and prints help from it before torch is loaded. `load.py`-style strictness (unknown keys, wrong types,
+parses, validates and prints help from it before torch is loaded. Strictness about run files (unknown keys, wrong types,
 aliases) lives in `gapless.config_file`.
 """
 
