@@ -1,0 +1,1 @@
+"""Rows of text or conversations to packed batches; all on the host."""
