@@ -1,0 +1,1 @@
+"""Training: the trainer, the optimizer step, checkpoints and logs."""

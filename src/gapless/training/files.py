@@ -1,0 +1,75 @@
+"""Files that are whole or absent: written beside their final name, synced, renamed.
+
+Names that begin with `.tmp-` are work in progress. A killed process leaves them behind; the next one clears them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+TEMPORARY = ".tmp-"
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make a folder and everything in it durable."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(parent, name))
+        sync(Path(parent))
+
+
+def temporary(path: Path) -> Path:
+    """Where to write what will become `path`: a free name in the same folder."""
+    return path.with_name(f"{TEMPORARY}{path.name}")
+
+
+def clear_temporary(folder: Path) -> None:
+    """Remove what killed processes left behind in `folder`."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def publish(path: Path) -> None:
+    """Put the synced folder or file `temporary(path)` in the place of `path`.
+
+    A folder that is in the way is moved aside first and removed last: at any instant a whole one is on the disk.
+    """
+    aside = path.with_name(f"{TEMPORARY}old-{path.name}")
+    if path.is_dir():
+        path.rename(aside)
+    temporary(path).rename(path)
+    sync(path.parent)
+    if aside.is_dir():
+        shutil.rmtree(aside)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder so that a kill in between leaves no half of it under its name."""
+    doomed = path.with_name(f"{TEMPORARY}old-{path.name}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file as a whole."""
+    partial = temporary(path)
+    partial.write_text(text, encoding="utf-8")
+    sync(partial)
+    publish(path)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace a JSON file as a whole."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")

@@ -1,0 +1,81 @@
+"""Learning-rate schedules as pure functions of the step.
+
+A schedule has no state: the rate of step s follows from the settings and s alone, so a resumed run needs nothing but
+its step. Shapes and names are those of Hugging Face's `get_*_schedule` functions; `wsd` (Hu et al. 2024, "MiniCPM",
+section 4) holds the peak and then falls linearly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gapless.config import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate of every optimizer step of a run.
+
+    Attributes:
+        shape: "constant", "linear", "cosine" or "wsd".
+        peak: learning rate at the end of the warm-up.
+        total_steps: optimizer steps of the run.
+        warmup_steps: steps of the linear rise from 0.
+        decay_steps: steps of the fall at the end; everything after the warm-up except for wsd.
+        floor: learning rate after the last step, as a share of the peak.
+    """
+
+    shape: str
+    peak: float
+    total_steps: int
+    warmup_steps: int
+    decay_steps: int
+    floor: float
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of the optimizer step after `step` finished ones."""
+        if step < self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        progress = (step - (self.total_steps - self.decay_steps)) / max(1, self.decay_steps)
+        progress = min(max(progress, 0.0), 1.0)
+        if self.shape == "constant":
+            share = 1.0
+        elif self.shape == "cosine":
+            share = 0.5 * (1.0 + math.cos(math.pi * progress))
+        else:
+            share = 1.0 - progress
+        return self.peak * (self.floor + (1.0 - self.floor) * share)
+
+
+def make_schedule(config: OptimConfig, total_steps: int) -> Schedule:
+    """The schedule of a run of `total_steps` optimizer steps.
+
+    Raises:
+        ValueError: a share outside 0..1, a warm-up and decay that exceed the run, or a setting that the chosen shape
+            does not have.
+    """
+    for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):
+        if not 0.0 <= getattr(config, name) <= 1.0:
+            raise ValueError(f"optim.{name} must be between 0 and 1, not {getattr(config, name)}")
+    if config.warmup_steps < 0:
+        raise ValueError(f"optim.warmup_steps must be at least 0, not {config.warmup_steps}")
+    if config.lr_scheduler_type == "constant" and config.min_lr_ratio:
+        raise ValueError("optim.min_lr_ratio needs a schedule that falls; lr_scheduler_type is constant")
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_steps)
+    decay = total_steps - warmup
+    if config.lr_scheduler_type == "wsd":
+        decay = math.ceil(config.decay_ratio * total_steps)
+    if warmup + decay > total_steps or decay < 0:
+        raise ValueError(
+            f"{warmup} steps of warm-up and {max(decay, 0)} of decay exceed the run's {total_steps} steps; "
+            "lower optim.warmup_steps, warmup_ratio or decay_ratio"
+        )
+    return Schedule(
+        shape=config.lr_scheduler_type,
+        peak=config.learning_rate,
+        total_steps=total_steps,
+        warmup_steps=warmup,
+        decay_steps=decay,
+        floor=config.min_lr_ratio,
+    )
