@@ -1,0 +1,81 @@
+"""Attention over packed documents, one public function for training, prefill and decode."""
+
+from __future__ import annotations
+
+import torch
+
+from gapless.batch import Segments
+from gapless.kernels.attention.reference import reference_attention
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_segments: Segments,
+    k_segments: Segments | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * q k^T) v within each document, with grouped queries (Ainslie et al. 2023, "GQA").
+
+    Token j of a document has position `offset + j` in its segments; a query at position p sees the keys of the same
+    document (same index in both segments) at positions <= p, and with a window W only those > p - W.
+
+    Args:
+        q: [Tq, N, D].
+        k: [Tk, K, D]; K divides N, query head n reads key head n // (N / K).
+        v: [Tk, K, Dv].
+        q_segments: documents of the queries.
+        k_segments: documents of the keys (a KV cache); those of the queries by default.
+        window: keys a token sees, itself included; None for all.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: [N], one extra score per head that takes part in the softmax and has no value.
+        scale: of the scores; D ** -0.5 by default.
+        causal: False lets a query see all keys of its document (a window is then refused).
+        return_lse: also return the log of the softmax's denominator.
+
+    Returns:
+        out [Tq, N, Dv] in q's dtype: zeros for queries that belong to no document or see no key. With `return_lse`
+        also float32 [Tq, N], -inf there.
+
+    Raises:
+        ValueError: shapes, segments or options that do not fit together.
+    """
+    k_segments = q_segments if k_segments is None else k_segments
+    _check(q, k, v, q_segments, k_segments, window, causal)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse = reference_attention(
+        q, k, v, q_segments, k_segments, window, softcap, sinks, scale, causal, need_lse=return_lse
+    )
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_segments: Segments,
+    k_segments: Segments,
+    window: int | None,
+    causal: bool,
+) -> None:
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if q.ndim != 3 or k.ndim != 3 or v.shape[:-1] != k.shape[:-1] or q.shape[2] != k.shape[2]:
+        raise ValueError(f"attention takes q [Tq, N, D], k [Tk, K, D], v [Tk, K, Dv], not {shapes}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads")
+    if q.shape[0] != q_segments.tokens or k.shape[0] != k_segments.tokens:
+        raise ValueError(f"{shapes} do not match segments of {q_segments.tokens} and {k_segments.tokens} tokens")
+    if len(q_segments.lengths) != len(k_segments.lengths):
+        raise ValueError(f"{len(q_segments.lengths)} documents of queries, {len(k_segments.lengths)} of keys")
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window must be at least 1 and needs causal attention, not window={window}, causal={causal}")

@@ -1,0 +1,140 @@
+"""The decoder: tokens and their segments in, hidden states out, and the loss of a packed batch.
+
+Shape letters here and in the modules it is made of: T tokens, H hidden, N heads, K kv heads, G = N / K, D head dim,
+F ffn, V vocabulary, M rows that are trained.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gapless.batch import IGNORE, BatchLayout, PackedBatch, Segments
+from gapless.kernels.cross_entropy import linear_cross_entropy
+from gapless.kernels.rope import RotaryTable, rotary_table
+from gapless.models.attention import Attention, KeyValueCache
+from gapless.models.config import DecoderConfig
+from gapless.models.linear import Linear, plain_linear
+from gapless.models.mlp import MLP
+from gapless.models.norm import RMSNorm
+from gapless.models.rotary import rotary_frequencies
+
+
+class Embedding(nn.Module):
+    """Rows of a table."""
+
+    def __init__(self, vocab: int, hidden: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, hidden, dtype=dtype, device=device))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Look up tokens int32 [T]: [T, H]."""
+        return functional.embedding(tokens, self.weight)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each on a normalised copy and added to the stream in its last GEMM."""
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str | None
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype, device=device)
+        self.attention = Attention(config, layer, dtype=dtype, device=device)
+        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype, device=device)
+        self.mlp = MLP(config, dtype=dtype, device=device)
+
+    def forward(
+        self, x: torch.Tensor, segments: Segments, rotary: RotaryTable, cache: KeyValueCache | None = None
+    ) -> torch.Tensor:
+        """Apply to the stream: x [T, H] -> [T, H]."""
+        x = self.attention(self.attention_norm(x), x, segments, rotary, cache)
+        return self.mlp(self.mlp_norm(x), x)
+
+
+class Decoder(nn.Module):
+    """A causal language model on packed streams.
+
+    `embed`, `norm` and `head` may be set to None where a pipeline stage has none. A tied head holds the embedding's
+    parameter. Weights are random until `weights.load_weights` fills them.
+    """
+
+    embed: Embedding | None
+    norm: RMSNorm | None
+    head: Linear | None
+    rotary_frequencies: torch.Tensor
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Build the modules.
+
+        Args:
+            config: the architecture.
+            dtype: of weights and activations.
+            device: of the weights; "meta" allocates nothing.
+        """
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab, config.hidden, dtype=dtype, device=device)
+        self.layers = nn.ModuleDict(
+            {str(layer): DecoderLayer(config, layer, dtype=dtype, device=device) for layer in range(config.layers)}
+        )
+        self.norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype, device=device)
+        head_device = "meta" if config.tied else device
+        self.head = plain_linear("lm_head", config.hidden, config.vocab, dtype=dtype, device=head_device)
+        if config.tied:
+            self.head.weight = self.embed.weight
+        # Computed, not loaded: real even where the weights are on the meta device.
+        frequencies = rotary_frequencies(config.rotary, config.head_dim)
+        real_device = "cpu" if torch.device(device or "cpu").type == "meta" else device
+        self.register_buffer("rotary_frequencies", frequencies.to(real_device), persistent=False)
+
+    def forward(self, tokens: torch.Tensor, segments: Segments, cache: KeyValueCache | None = None) -> torch.Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            tokens: int32 [T], or the hidden states [T, H] of the stage before where `embed` is None.
+            segments: their documents.
+            cache: keys and values of earlier tokens, which it takes the new ones into.
+
+        Returns:
+            [T, H] in the model's dtype.
+        """
+        rotary = rotary_table(segments.positions, self.rotary_frequencies, self.config.rotary.attention_factor)
+        x = tokens if self.embed is None else self.embed(tokens)
+        for layer in self.layers.values():
+            x = layer(x, segments, rotary, cache)
+        return x if self.norm is None else self.norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Project hidden [M, H] on the vocabulary: float32 [M, V]."""
+        assert self.head is not None
+        return self.head(hidden).float()
+
+    def loss(self, batch: PackedBatch) -> torch.Tensor:
+        """Sum of the losses of the micro-batch's trained tokens, 0-d float32; the caller divides by N."""
+        assert self.head is not None
+        hidden, labels = self.trained_hidden(batch)
+        return linear_cross_entropy(hidden, self.head.dequantize(), labels)
+
+    def trained_hidden(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The trained tokens' hidden states [M, H] and labels int32 [M].
+
+        M is the size of the batch's bucket; the rows that fill it up have label -100.
+        """
+        hidden = self(batch.tokens, batch.segments)
+        filled = batch.trained < batch.segments.tokens
+        rows = batch.trained.clamp(max=batch.segments.tokens - 1)
+        labels = batch.labels.index_select(0, rows).where(filled, IGNORE)
+        return hidden.index_select(0, rows), labels
+
+    def batch_layout(self, *, rows: int, row_tokens: int, row_documents: int) -> BatchLayout:
+        """The layout of this model's micro-batches. The reference kernels need no tile tables."""
+        return BatchLayout(rows=rows, row_tokens=row_tokens, row_documents=row_documents)
