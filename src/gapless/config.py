@@ -126,7 +126,7 @@ class TrainingConfig:
     save_steps: int | None = None
     """Write a checkpoint every so many steps; by default only at the end."""
     save_total_limit: int | None = 2
-    """Keep only the newest checkpoints; unset to keep all."""
+    """Keep only the newest checkpoints; "none" keeps all."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest checkpoint in output_dir; never: refuse an output_dir that has one."""
     seed: int = 42

@@ -1,0 +1,465 @@
+"""Run files: strict TOML (YAML accepted) into the dataclasses of `gapless.config`, and back.
+
+A file holds one table per section, or all keys at the top level: each key has one home, found by its name. All problems
+of a file are collected and reported together, one line each. Names that other tools use are accepted with a note on
+stderr. Paths in a file are relative to the file's folder; in the loaded configuration they are absolute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gapless.arguments import parse_options
+from gapless.config import RunConfig
+
+SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
+HINTS: dict[str, Any] = {
+    f"{section}.{name}": hint
+    for section, kind in SECTIONS.items()
+    for name, hint in typing.get_type_hints(kind).items()
+}
+"""Type of every key, by `section.key`."""
+DEFAULTS: dict[str, Any] = {
+    f"{section}.{entry.name}": entry.default
+    if entry.default_factory is dataclasses.MISSING
+    else entry.default_factory()
+    for section, kind in SECTIONS.items()
+    for entry in dataclasses.fields(kind)
+}
+"""Default of every key; `dataclasses.MISSING` where a value is required."""
+HOMES: dict[str, str] = {home.partition(".")[2]: home for home in HINTS}
+"""`section.key` by key: each key has one home."""
+PATHS = ("model.path", "data.train", "data.eval", "data.chat_template", "data.cache_dir", "training.output_dir")
+
+ALIASES: dict[str, str] = {
+    "model_name_or_path": "model.path",
+    "base_model": "model.path",
+    "model_name": "model.path",
+    "torch_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "dataset": "data.train",
+    "train_file": "data.train",
+    "validation_file": "data.eval",
+    "eval_file": "data.eval",
+    "max_seq_length": "data.max_length",
+    "max_seq_len": "data.max_length",
+    "sequence_len": "data.max_length",
+    "cutoff_len": "data.max_length",
+    "sample_packing": "data.packing",
+    "lora_r": "adapter.r",
+    "lora_rank": "adapter.r",
+    "lora_target_modules": "adapter.target_modules",
+    "lora_target": "adapter.target_modules",
+    "lora_modules_to_save": "adapter.modules_to_save",
+    "lr": "optim.learning_rate",
+    "lr_scheduler": "optim.lr_scheduler_type",
+    "gradient_clipping": "optim.max_grad_norm",
+    "num_epochs": "training.num_train_epochs",
+    "epochs": "training.num_train_epochs",
+    "micro_batch_size": "training.per_device_train_batch_size",
+    "eval_batch_size": "training.per_device_eval_batch_size",
+}
+"""Names of other tools."""
+_SECTION_AS_KEY = {"model": "model.path", "data": "data.train", "adapter": "adapter.type"}
+_ALIAS_VALUES: dict[str, Callable[[Any], Any]] = {
+    "bf16": lambda value: {True: "bf16", False: "fp32"}[value] if isinstance(value, bool) else value,
+    "torch_dtype": lambda value: {"bfloat16": "bf16", "float32": "fp32"}.get(str(value), value),
+}
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values a number may have."""
+
+    low: float
+    high: float = float("inf")
+    open_low: bool = False
+    open_high: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return above and below and abs(value) != float("inf")
+
+    def __str__(self) -> str:
+        low = f"greater than {self.low:g}" if self.open_low else f"at least {self.low:g}"
+        if self.high == float("inf"):
+            return low
+        return f"{low} and {'below' if self.open_high else 'at most'} {self.high:g}"
+
+
+_COUNT, _SHARE = Range(1), Range(0, 1)
+RANGES: dict[str, Range] = {
+    "data.max_length": Range(2),
+    "data.packing_window": _COUNT,
+    "data.max_documents": _COUNT,
+    "adapter.r": _COUNT,
+    "adapter.lora_alpha": Range(0, open_low=True),
+    "adapter.lora_dropout": Range(0, 1, open_high=True),
+    "optim.learning_rate": Range(0, open_low=True),
+    "optim.warmup_steps": Range(0),
+    "optim.warmup_ratio": _SHARE,
+    "optim.min_lr_ratio": _SHARE,
+    "optim.decay_ratio": _SHARE,
+    "optim.weight_decay": Range(0),
+    "optim.adam_beta1": Range(0, 1, open_high=True),
+    "optim.adam_beta2": Range(0, 1, open_high=True),
+    "optim.adam_epsilon": Range(0, open_low=True),
+    "optim.max_grad_norm": Range(0),
+    "training.num_train_epochs": Range(0, open_low=True),
+    "training.max_steps": _COUNT,
+    "training.per_device_train_batch_size": _COUNT,
+    "training.gradient_accumulation_steps": _COUNT,
+    "training.per_device_eval_batch_size": _COUNT,
+    "training.eval_steps": _COUNT,
+    "training.save_steps": _COUNT,
+    "training.save_total_limit": _COUNT,
+    "training.seed": Range(0, 2**31 - 1),
+    "logging.logging_steps": _COUNT,
+    "logging.sample_tokens": _COUNT,
+}
+"""What every numeric key may be."""
+
+
+# ---- public ----
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a run file.
+
+    Args:
+        path: a .toml, .yaml or .yml file.
+        overrides: command-line options that win over the file, `("--optim.learning_rate", "1e-4")`; paths in them are
+            relative to the current folder.
+
+    Raises:
+        ValueError: the file, read with the overrides, has problems; one line for each of them.
+        FileNotFoundError: there is no such file.
+    """
+    path = Path(path)
+    reading = _Reading(path)
+    reading.table(_parse(path))
+    config = _assemble(reading.values, folder=path.parent)
+    given = set(reading.values)
+    if overrides and not reading.problems:
+        config = _absolute(parse_options(RunConfig, overrides, prog="gapless train RUN.toml", default=config), Path())
+        given |= {_option_name(token) for token in overrides if token.startswith("--")}
+    problems = [f"{path}: {home}: {text}" for home, text in _problems(config, given) if home not in reading.failed]
+    if reading.problems or problems:
+        raise ValueError("\n".join(reading.problems + problems))
+    return config
+
+
+def check_config(config: RunConfig) -> None:
+    """Refuses a configuration whose values are missing, out of range or contradict each other.
+
+    Raises:
+        ValueError: one line for each problem.
+    """
+    problems = [f"{home}: {text}" for home, text in _problems(config, set())]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def dump_config(config: RunConfig) -> str:
+    """The configuration as TOML that loads back to the same one.
+
+    Relative paths are written as absolute ones, so that the text means the same in any folder. Keys that the
+    configuration does not use (those of the adapter in full fine-tuning, for instance) are left out.
+    """
+    unused = {key for key, _ in _unused(config)}
+    lines = []
+    for section in SECTIONS:
+        lines.append(f"[{section}]")
+        for home, value in _items(_absolute(config, Path())):
+            if (
+                home.startswith(f"{section}.")
+                and home not in unused
+                and (value is not None or DEFAULTS[home] is not None)
+            ):
+                lines.append(f"{home.partition('.')[2]} = {_toml(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+# ---- reading ----
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; name the run file in it")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such run file")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: is not TOML: {error}") from None
+    if path.suffix in (".yaml", ".yml"):
+        return _parse_yaml(path, text)
+    raise ValueError(f"{path}: a run file ends in .toml, .yaml or .yml")
+
+
+def _parse_yaml(path: Path, text: str) -> dict[str, Any]:
+    from gapless.yaml_file import parse_yaml
+
+    try:
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: is not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: a run file is a table of keys, not {_name(values)}")
+    return values
+
+
+@dataclass
+class _Reading:
+    """Keys of one file as they find their homes, and the problems on the way."""
+
+    path: Path
+    values: dict[str, Any] = field(default_factory=dict)
+    spellings: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+    """Keys that a problem is about already: that they are missing is no news."""
+
+    def table(self, raw: Mapping[Any, Any]) -> None:
+        for name, value in raw.items():
+            name = str(name)
+            if name in SECTIONS and isinstance(value, dict):
+                for key, inner in value.items():
+                    self.key(name, str(key), inner)
+            elif name in _SECTION_AS_KEY and isinstance(value, str | list):
+                self.note(name, _SECTION_AS_KEY[name])
+                self.value(name, _SECTION_AS_KEY[name], value)
+            elif name in SECTIONS:
+                self.problem(name, f"is a section, a table of keys, not {_name(value)}")
+            elif isinstance(value, dict) and name not in HOMES:
+                near = self.nearest(name, {section: section for section in SECTIONS})
+                self.problem(name, f"unknown section{near}; there are {', '.join(SECTIONS)}")
+            else:
+                self.key(None, name, value)
+
+    def key(self, section: str | None, key: str, value: Any) -> None:
+        spelled = key if section is None else f"{section}.{key}"
+        home = HOMES.get(key, ALIASES.get(key))
+        if home is None:
+            self.problem(spelled, f"unknown key{self.nearest(key, HOMES | ALIASES)}")
+        elif section not in (None, home.partition(".")[0]):
+            self.problem(spelled, f"unknown key; perhaps you meant {home}")
+            self.failed.add(home)
+        else:
+            if key in ALIASES:
+                self.note(spelled, home)
+                value = _ALIAS_VALUES.get(key, lambda same: same)(value)
+            self.value(spelled, home, value)
+
+    def value(self, spelled: str, home: str, value: Any) -> None:
+        if home in self.spellings:
+            self.problem(spelled, f"sets {home}, which {self.spellings[home]} has set already; keep one of them")
+            return
+        self.spellings[home] = spelled
+        try:
+            self.values[home] = _convert(value, HINTS[home], words=self.path.suffix != ".toml")
+        except ValueError as error:
+            self.problem(spelled, str(error))
+            self.failed.add(home)
+
+    def nearest(self, name: str, known: Mapping[str, str]) -> str:
+        found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+        if not found:
+            return ""
+        self.failed.update(home for home in HINTS if home.startswith(known[found[0]]))
+        return f"; perhaps you meant {known[found[0]]}"
+
+    def note(self, spelled: str, home: str) -> None:
+        print(f"note: {self.path}: {spelled} is read as {home}", file=sys.stderr)
+
+    def problem(self, spelled: str, message: str) -> None:
+        self.problems.append(f"{self.path}: {spelled}: {message}")
+
+
+def _convert(value: Any, hint: Any, *, words: bool) -> Any:
+    """`value` as the type of a field; `words`: yes, no, on and off are truth values, as in YAML."""
+    arguments = typing.get_args(hint)
+    kind = typing.get_origin(hint) or hint
+    if kind is types.UnionType:
+        inner = next(argument for argument in arguments if argument is not type(None))
+        if value is None or (value == "none" and inner is not str):
+            return None
+        return _convert(value, inner, words=words)
+    if kind is tuple:
+        return _convert_list(value, arguments[0], words=words)
+    if kind is Literal and isinstance(value, str) and value in arguments:
+        return value
+    if kind is bool and words and isinstance(value, str) and value.lower() in ("yes", "on", "no", "off"):
+        return value.lower() in ("yes", "on")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is float and number and abs(value) <= sys.float_info.max:
+        return float(value)
+    if kind is int and number and isinstance(value, int):
+        return value
+    if kind in (str, bool) and isinstance(value, kind):
+        return value
+    if (
+        kind is dict
+        and isinstance(value, dict)
+        and all(isinstance(text, str) for pair in value.items() for text in pair)
+    ):
+        return value
+    raise ValueError(f"must be {_expected(hint)}, not {_name(value)}")
+
+
+def _convert_list(value: Any, item: Any, *, words: bool) -> tuple[Any, ...]:
+    """A list, or one string in place of a list of one; for a list of choices "none" is the empty list."""
+    if value == "none" and typing.get_origin(item) is Literal:
+        return ()
+    if not isinstance(value, str | list):
+        raise ValueError(f"must be a list of strings, not {_name(value)}")
+    return tuple(_convert(entry, item, words=words) for entry in ([value] if isinstance(value, str) else value))
+
+
+def _expected(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(json.dumps(choice) for choice in typing.get_args(hint))
+    names = {str: "a string", bool: "true or false", int: "an integer", float: "a finite number"}
+    return names.get(hint, "a table of strings")
+
+
+def _name(value: Any) -> str:
+    """A value as a message shows it."""
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, list):
+        return "a list"
+    if value is None:
+        return "empty"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return f"the string {text}" if isinstance(value, str) else text
+
+
+# ---- checking ----
+
+
+def _problems(config: RunConfig, given: set[str]) -> Iterator[tuple[str, str]]:
+    """Keys and what is wrong with their values; `given`: those that were written down, even with their default."""
+    values = dict(_items(config))
+    for home, value in values.items():
+        if DEFAULTS[home] is dataclasses.MISSING and not value:
+            yield home, f"is missing; {_REQUIRED[home]}"
+        elif home in PATHS and value is not None and "" in ([value] if isinstance(value, str) else value):
+            yield home, "is an empty path"
+        if home in RANGES and value is not None and value not in RANGES[home]:
+            yield home, f"must be {RANGES[home]}, not {value}"
+    for home, reason in _unused(config):
+        if home in given or values[home] != DEFAULTS[home]:
+            yield home, f"has no effect because {reason}; remove it"
+    if config.optim.pure_bf16 and config.adapter.type == "lora":
+        yield "optim.pure_bf16", 'needs full fine-tuning (adapter.type = "none"); adapters are trained in float32'
+    if config.optim.pure_bf16 and config.model.dtype == "fp32":
+        yield "optim.pure_bf16", 'contradicts model.dtype = "fp32"; remove one of them'
+
+
+_REQUIRED = {
+    "model.path": "name the folder of the model to start from",
+    "data.train": "name at least one file of training rows",
+    "training.output_dir": "name the run folder",
+}
+
+
+def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys that this configuration does not read, with the reason."""
+    if config.adapter.type == "none":
+        for home in HINTS:
+            if home.startswith("adapter.") and home != "adapter.type":
+                yield home, 'adapter.type = "none" trains all weights'
+    if config.optim.lr_scheduler_type != "wsd":
+        yield "optim.decay_ratio", f'optim.lr_scheduler_type is "{config.optim.lr_scheduler_type}", not "wsd"'
+    if config.optim.lr_scheduler_type == "constant":
+        yield "optim.min_lr_ratio", 'optim.lr_scheduler_type is "constant"'
+    if not config.data.packing:
+        yield "data.packing_window", "data.packing is false"
+        yield "data.max_documents", "data.packing is false"
+    if not config.data.eval:
+        yield "training.per_device_eval_batch_size", "data.eval names no files"
+    if not config.data.eval and not config.logging.sample_prompts:
+        yield "training.eval_steps", "there are neither data.eval nor logging.sample_prompts"
+    if not config.logging.sample_prompts:
+        yield "logging.sample_tokens", "there are no logging.sample_prompts"
+
+
+# ---- pieces ----
+
+
+def _items(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    for home in HINTS:
+        section, _, key = home.partition(".")
+        yield home, getattr(getattr(config, section), key)
+
+
+def _assemble(values: Mapping[str, Any], *, folder: Path) -> RunConfig:
+    """A configuration from values by home; what is required and missing stays empty, which `_problems` reports."""
+    filled = {home: () if home == "data.train" else "" for home in _REQUIRED} | dict(values)
+    sections = {
+        section: kind(**{home.partition(".")[2]: filled[home] for home in filled if home.startswith(f"{section}.")})
+        for section, kind in SECTIONS.items()
+    }
+    return _absolute(RunConfig(**sections), folder)
+
+
+def _absolute(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration with paths that start at the root; an empty path stays empty, it is refused later."""
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(absolute(entry) for entry in value)
+        return os.path.abspath(folder / os.path.expanduser(value)) if value else value
+
+    for home in PATHS:
+        section, _, key = home.partition(".")
+        changed = dataclasses.replace(
+            getattr(config, section), **{key: absolute(getattr(getattr(config, section), key))}
+        )
+        config = dataclasses.replace(config, **{section: changed})
+    return config
+
+
+def _option_name(token: str) -> str:
+    """`section.key` of an option as it is typed: --section.key, --section.no-key, --section.key=value."""
+    section, _, key = token.removeprefix("--").partition("=")[0].replace("-", "_").partition(".")
+    return f"{section}.{key if f'{section}.{key}' in HINTS else key.removeprefix('no_')}"
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _toml_string(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(entry) for entry in value)}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_string(key)} = {_toml(entry)}" for key, entry in value.items()) + "}"
+    return repr(value)
+
+
+def _toml_string(text: str) -> str:
+    """A TOML basic string: JSON's escapes, and DEL, which TOML wants escaped too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
