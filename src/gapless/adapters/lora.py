@@ -1,0 +1,323 @@
+"""LoRA (Hu et al. 2021): low-rank adapters around the linear layers of a frozen decoder.
+
+A fused layer (qkv, gate_up) carries one adapter per adapted part. Their A matrices are one parameter [P R, in], so that
+the input they share is read once; each B is a parameter of its own in its part's shape, placed into the rows of the
+fused output when used. Parameters are float32; a forward casts them to the dtype of the activations and their gradients
+come back in float32.
+
+Dropout falls on the adapters' input and is counter-based; the parts of a fused layer share one mask, where PEFT draws
+one for each. All else is as in PEFT, whose names and shapes the files have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from gapless.batch import DropoutCounters
+from gapless.config import AdapterConfig
+from gapless.kernels.dropout import dropout
+from gapless.kernels.lora import lora_update
+from gapless.models.decoder import Decoder
+from gapless.models.families import names
+from gapless.models.linear import Linear, Part
+from gapless.models.weights import TensorView
+
+ALL_LINEAR = "all-linear"
+PEFT_PREFIX = "base_model.model."
+SAVEABLE = {"embed_tokens": names.EMBED, "lm_head": "lm_head"}
+"""Modules that may be trained in full: leaf name -> full name."""
+_LINEARS = {
+    "attention.qkv": names.ATTENTION,
+    "attention.out": names.ATTENTION,
+    "mlp.gate_up": names.MLP,
+    "mlp.down": names.MLP,
+}
+"""Linear layers of a decoder layer, in the order of their dropout sites: path -> module on disk that holds them."""
+
+
+class LoraLinear(Linear):
+    """A linear layer with adapters on some of its parts."""
+
+    def __init__(self, base: Linear, adapted: Iterable[Part], config: AdapterConfig, *, layer: int, site: int) -> None:
+        """Wrap a layer; A and B are zero until `reset`.
+
+        Args:
+            base: the layer; its parameters are left as they are.
+            adapted: some of its parts.
+            config: rank, scale and dropout.
+            layer: index of the decoder layer, for the dropout's counters.
+            site: which linear layer in it, likewise.
+        """
+        super().__init__()
+        self.base = base
+        self.in_features, self.leading, self.parts = base.in_features, base.leading, base.parts
+        self.shard_dim = base.shard_dim
+        self.adapted = tuple(adapted)
+        self.config, self.layer, self.site = config, layer, site
+        self.r, self.dropout = config.r, config.lora_dropout
+        self.scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+        device = next(base.parameters()).device
+        rows = len(self.adapted) * self.r
+        self.lora_a = nn.Parameter(torch.zeros(rows, self.in_features, device=device))
+        self.lora_b = nn.ParameterDict(
+            {
+                part.name: nn.Parameter(torch.zeros(part.features(self.leading), self.r, device=device))
+                for part in self.adapted
+            }
+        )
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, counters: DropoutCounters | None = None
+    ) -> torch.Tensor:
+        """Give base(x, residual) + scale * B A dropout(x).
+
+        Args:
+            x: [T, in].
+            residual: [T, out], added to the result.
+            counters: of the batch's tokens; needed when training with dropout.
+        """
+        y = self.base(x, residual)
+        if self.training and self.dropout:
+            assert counters is not None, "dropout takes its bits from the batch: Segments.dropout"
+            x = dropout(x, self.dropout, counters, self.layer, self.site)
+        return lora_update(y, x, self.lora_a.to(x.dtype), self.placed_b(x.dtype), self.scale)
+
+    def placed_b(self, dtype: torch.dtype) -> torch.Tensor:
+        """B of all adapted parts as one matrix [out, P R]: a block per part, zero elsewhere."""
+        return _PlaceParts.apply(self, dtype, *(self.lora_b[part.name] for part in self.adapted))
+
+    def blocks(self, placed: torch.Tensor) -> list[torch.Tensor]:
+        """The block of each adapted part in a matrix like `placed_b`'s, as views [*part's dimensions, R]."""
+        fused = placed.view(*self.leading, placed.shape[-1])
+        columns = fused.split(self.r, dim=-1)
+        return [part.select(block) for part, block in zip(self.adapted, columns, strict=True)]
+
+    def a_part(self, part: Part) -> Part:
+        """Where a part's A lies in `lora_a`."""
+        return Part("lora_A", 0, self.adapted.index(part) * self.r, self.r)
+
+    @torch.no_grad()
+    def delta(self, part: Part) -> torch.Tensor:
+        """The update scale * B A of an adapted part: float32 [features of the part, in]."""
+        return (self.lora_b[part.name] @ self.a_part(part).select(self.lora_a)).mul_(self.scale)
+
+    @torch.no_grad()
+    def reset(self, seed: int, module_names: dict[str, str]) -> None:
+        """Draw new adapters: A as PEFT does (He et al. 2015 with a = sqrt 5, that is uniform within 1/sqrt(in)), B = 0.
+
+        Args:
+            seed: of the run.
+            module_names: Hugging Face name of each adapted part by its leaf name. Each A follows from its name and the
+                seed alone, whatever else is adapted.
+        """
+        bound = 1 / math.sqrt(self.in_features)
+        for part in self.adapted:
+            generator = torch.Generator().manual_seed(_name_seed(seed, module_names[part.name]))
+            a = torch.empty(self.r, self.in_features).uniform_(-bound, bound, generator=generator)
+            self.a_part(part).select(self.lora_a).copy_(a)
+            self.lora_b[part.name].zero_()
+
+    def dequantize(self) -> torch.Tensor:
+        """The effective weight W + scale * B A, [out, in] in the base's dtype."""
+        base = self.base.dequantize()
+        update = self.placed_b(torch.float32) @ self.lora_a
+        return base.float().add_(update, alpha=self.scale).to(base.dtype)
+
+    def shard(self, dim: int, rank: int, world: int) -> LoraLinear:
+        """See `Linear.shard`. With dim 0 B is cut like its part and A copied, with dim 1 A is cut and B copied.
+
+        With dim 1 the pieces' B A x add up as the base's do.
+        """
+        base = self.base.shard(dim, rank, world)
+        adapted = [part for part in base.parts if part.name in self.lora_b]
+        shard = LoraLinear(base, adapted, self.config, layer=self.layer, site=self.site)
+        with torch.no_grad():
+            if dim == 0:
+                shard.lora_a.copy_(self.lora_a)
+                piece = base.leading[self.shard_dim]
+                for part, source in zip(self.adapted, self.blocks(self.placed_b(torch.float32)), strict=True):
+                    cut = source.narrow(self.shard_dim, rank * piece, piece)
+                    shard.lora_b[part.name].copy_(cut.reshape(-1, self.r))
+            else:
+                shard.lora_a.copy_(self.lora_a.narrow(1, rank * base.in_features, base.in_features))
+                for name, b in self.lora_b.items():
+                    shard.lora_b[name].copy_(b)
+        return shard
+
+    def base_layer(self) -> Linear:
+        """See `Linear.base_layer`."""
+        return self.base.base_layer()
+
+
+class _PlaceParts(torch.autograd.Function):
+    """See `LoraLinear.placed_b`; a cast on the way in, and float32 gradients on the way out."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: LoraLinear, dtype: torch.dtype, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.layer = layer
+        placed = parts[0].new_zeros(layer.out_features, len(parts) * layer.r, dtype=dtype)
+        for block, part in zip(layer.blocks(placed), parts, strict=True):
+            block.copy_(part.view(block.shape))
+        return placed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        blocks = ctx.layer.blocks(grad)
+        return None, None, *(block.to(torch.float32).reshape(-1, ctx.layer.r) for block in blocks)
+
+
+def _name_seed(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+# ---- applying adapters to a decoder ----
+
+
+def adaptable_modules(model: Decoder) -> Iterator[str]:
+    """Hugging Face names of the linear layers that can carry an adapter: those of the decoder layers."""
+    for index, _, _, linear, holder in _linears(model):
+        for part in linear.parts:
+            yield _module_name(index, holder, part)
+
+
+def adapted_modules(model: Decoder) -> Iterator[tuple[str, LoraLinear, Part]]:
+    """Every adapter: the Hugging Face name of its module, the layer that holds it, and its part there."""
+    for index, _, _, linear, holder in _linears(model):
+        if isinstance(linear, LoraLinear):
+            for part in linear.adapted:
+                yield _module_name(index, holder, part), linear, part
+
+
+def apply_lora(model: Decoder, config: AdapterConfig, *, seed: int) -> None:
+    """Freezes a decoder and puts new adapters around its linear layers; `modules_to_save` become trainable.
+
+    Args:
+        model: without adapters, its weights loaded.
+        config: what to adapt and how.
+        seed: of the adapters' first values.
+
+    Raises:
+        ValueError: a setting out of its range, an unknown module, a model that has adapters already.
+    """
+    modules = select_modules(model, config.target_modules)
+    apply_to_modules(model, config, modules)
+    for index, _, _, linear, holder in _linears(model):
+        if isinstance(linear, LoraLinear):
+            linear.reset(seed, {part.name: _module_name(index, holder, part) for part in linear.adapted})
+
+
+def select_modules(model: Decoder, targets: Collection[str]) -> list[str]:
+    """The modules that `target_modules` names: by leaf name, by (the end of) their path, or "all-linear".
+
+    Raises:
+        ValueError: no target, or one that names nothing.
+    """
+    available = list(adaptable_modules(model))
+    if not targets:
+        raise ValueError(f"target_modules is empty; it takes {ALL_LINEAR!r} or some of {_leaves(available)}")
+    if unknown := [target for target in targets if not any(names_module(target, name) for name in available)]:
+        raise ValueError(
+            f"target_modules: this model has no {', '.join(unknown)} to adapt; possible: {ALL_LINEAR}, "
+            f"{_leaves(available)}"
+        )
+    return [name for name in available if any(names_module(target, name) for target in targets)]
+
+
+def names_module(target: str, module: str) -> bool:
+    """Whether a target means a module, as in PEFT."""
+    return target == ALL_LINEAR or module == target or module.endswith(f".{target}")
+
+
+def apply_to_modules(model: Decoder, config: AdapterConfig, modules: Collection[str]) -> None:
+    """`apply_lora` for given modules, with A and B zero.
+
+    Raises:
+        ValueError: see `apply_lora`.
+    """
+    if any(isinstance(module, LoraLinear) for module in model.modules()):
+        raise ValueError("the model has an adapter already; load the base model again to apply another one")
+    _check_settings(config)
+    wanted = frozenset(modules)
+    plan = []
+    for index, site, path, linear, holder in _linears(model):
+        adapted = [part for part in linear.parts if _module_name(index, holder, part) in wanted]
+        _check_rank(config.r, index, linear, adapted)
+        if adapted:
+            plan.append((index, site, path, linear, adapted))
+    saved = [_saved_module(model, name).weight for name in config.modules_to_save]
+    model.requires_grad_(False)
+    for index, site, path, linear, adapted in plan:
+        wrapped = LoraLinear(linear, adapted, config, layer=int(index), site=site).train(model.training)
+        model.layers[index].set_submodule(path, wrapped)
+    for weight in saved:
+        weight.requires_grad_(True)
+
+
+def adapter_views(model: Decoder) -> Iterator[TensorView]:
+    """Every trained tensor of an adapted model under PEFT's name; an embedding tied to the head only once."""
+    parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module, layer, part in adapted_modules(model):
+        name, a, b = f"{PEFT_PREFIX}{module}", layer.lora_a, layer.lora_b[part.name]
+        shape = (layer.r, layer.in_features)
+        yield TensorView(f"{name}.lora_A.weight", a, parameter_names[id(a)], shape, layer.a_part(part))
+        yield TensorView(f"{name}.lora_B.weight", b, parameter_names[id(b)], tuple(b.shape))
+    seen = set()
+    for leaf in saved_modules(model):
+        weight = _saved_module(model, leaf).weight
+        if id(weight) not in seen:
+            seen.add(id(weight))
+            name = f"{PEFT_PREFIX}{SAVEABLE[leaf]}.weight"
+            yield TensorView(name, weight, parameter_names[id(weight)], tuple(weight.shape))
+
+
+def saved_modules(model: Decoder) -> list[str]:
+    """The `modules_to_save` of an adapted model that are trained; both names of a tied weight."""
+    return [leaf for leaf in SAVEABLE if _saved_module(model, leaf).weight.requires_grad]
+
+
+def _linears(model: Decoder) -> list[tuple[str, int, str, Linear, str]]:
+    """Of every linear layer: decoder layer, place in it, path in it, the layer, and its holder's name on disk."""
+    return [
+        (index, site, path, layer.get_submodule(path), holder)
+        for index, layer in model.layers.items()
+        for site, (path, holder) in enumerate(_LINEARS.items())
+    ]
+
+
+def _module_name(index: str, holder: str, part: Part) -> str:
+    return f"{names.layer_name(index)}.{holder}.{part.name}"
+
+
+def _leaves(modules: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in modules))
+
+
+def _saved_module(model: Decoder, leaf: str) -> Any:
+    if leaf not in SAVEABLE:
+        raise ValueError(f"modules_to_save: {leaf} is not possible; possible: {', '.join(SAVEABLE)}")
+    return model.embed if leaf == "embed_tokens" else model.head
+
+
+def _check_settings(config: AdapterConfig) -> None:
+    if config.r < 1:
+        raise ValueError(f"r must be at least 1, not {config.r}")
+    if not 0 < config.lora_alpha < math.inf:
+        raise ValueError(f"lora_alpha must be a positive number, not {config.lora_alpha}")
+    if not 0 <= config.lora_dropout < 1:
+        raise ValueError(f"lora_dropout must be at least 0 and below 1, not {config.lora_dropout}")
+
+
+def _check_rank(r: int, index: str, linear: Linear, adapted: Iterable[Part]) -> None:
+    for part in adapted:
+        smaller = min(linear.in_features, part.features(linear.leading))
+        if r > smaller:
+            raise ValueError(f"r = {r} exceeds the smaller side, {smaller}, of {part.name} in layer {index}")
