@@ -30,7 +30,8 @@ class _SwiGLU(torch.autograd.Function):
         return functional.silu(gate).mul_(up).to(gate_up.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.float().chunk(2, dim=-1)
         grad32 = grad.float()

@@ -55,7 +55,8 @@ class _Dropout(torch.autograd.Function):
         return _masked(x, p, counters, layer, site)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
         p, layer, site = ctx.place
         return _masked(grad, p, DropoutCounters(*ctx.saved_tensors), layer, site), None, None, None, None
 

@@ -32,7 +32,8 @@ class _RMSNorm(torch.autograd.Function):
         return (x32 * rstd).mul_(weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
         x, weight, rstd = ctx.saved_tensors
         normed = x.float() * rstd
         grad32 = grad.float()

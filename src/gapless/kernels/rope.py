@@ -56,7 +56,8 @@ class _Rope(torch.autograd.Function):
         return _rotate(x, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
         cos, sin = ctx.saved_tensors
         return _rotate(grad, cos, -sin), None, None
 
