@@ -154,7 +154,7 @@ REFUSED = [
     ("max_length = 1", "data.max_length: must be at least 2, not 1"),
     ("packing = false\nmax_documents = 3", "data.max_documents: has no effect because data.packing is false"),
     ("eval_steps = 3", "training.eval_steps: has no effect because there are neither"),
-    ("seed = 2147483648", "training.seed: must be at least 0 and at most 2.14748e+09, not 2147483648"),
+    ("seed = 2147483648", "training.seed: must be at least 0 and at most 2147483647, not 2147483648"),
     ("lora_r = 8\n[adapter]\nr = 8", "adapter.r: sets adapter.r, which lora_r has set already; keep one of them"),
     ('logging = "x"', 'logging: is a section, a table of keys, not the string "x"'),
     ('report_to = ["mlflow"]', 'logging.report_to: must be one of "tensorboard", "wandb"'),

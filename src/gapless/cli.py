@@ -144,7 +144,7 @@ class GenerateOptions:
     system: str | None = None
     """The system message before each --prompt."""
     file: str | None = None
-    """JSON lines of prompts: rows with `messages` or `prompt`. A last message of the assistant is left out."""
+    """A file of rows (JSON lines, for instance) with `messages` or `prompt`. A last assistant message is left out."""
     output: str | None = None
     """Where the answers to --file go instead of stdout."""
     raw: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -171,9 +171,10 @@ class GenerateOptions:
 
 def _generate(args: list[str]) -> int:
     options = parse_options(GenerateOptions, args, prog="gapless generate")
+    for folder in (options.model, options.adapter):
+        if folder is not None and not Path(folder).exists():
+            raise FileNotFoundError(f"{folder}: no such folder")
     rows = _prompt_rows(options)
-    if not Path(options.model).exists():
-        raise FileNotFoundError(f"{options.model}: no such folder")
 
     from gapless.inference.generate import generate
     from gapless.inference.load import load_model
@@ -195,51 +196,54 @@ def _generate(args: list[str]) -> int:
 
 
 def _prompt_rows(options: GenerateOptions) -> list[dict[str, Any]]:
-    """The prompts as rows with `messages` or `prompt`."""
+    """The prompts as rows with `messages`, or with the `prompt` of a plain text."""
     if bool(options.prompt) == bool(options.file):
         raise ValueError("give either --prompt (any number of times) or --file")
     if options.output is not None and options.file is None:
         raise ValueError("--output is for the answers to --file")
     if options.output is not None and Path(options.output).exists():
         raise ValueError(f"{options.output}: exists already; remove it or choose another --output")
+    if options.output is not None and not Path(options.output).absolute().parent.is_dir():
+        raise ValueError(f"{options.output}: its folder does not exist")
     if options.system is not None and (options.raw or options.file):
-        raise ValueError(
-            "--system is for --prompt in a chat; put it into the rows of --file, or into the text of --raw"
-        )
+        raise ValueError("--system goes with --prompt in a chat; put it into the rows of --file or the text of --raw")
     if options.file is not None:
-        return _read_rows(Path(options.file))
+        return _read_rows(options.file, raw=options.raw)
     if options.raw:
         return [{"prompt": prompt} for prompt in options.prompt]
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     return [{"messages": [*system, {"role": "user", "content": prompt}]} for prompt in options.prompt]
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            row = json.loads(line) if line.strip() else {}
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: is not JSON: {error}") from None
-        if not isinstance(row, dict) or not ("messages" in row or "prompt" in row):
-            raise ValueError(f"{path}:{number}: a row needs `messages` or `prompt`")
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"{path}: has no rows")
+def _read_rows(file: str, *, raw: bool) -> list[dict[str, Any]]:
+    from gapless.data.sources import open_rows
+
+    source = open_rows(file)
+    rows = [dict(source[index]) for index in range(len(source))]
+    for index, row in enumerate(rows):
+        if not isinstance(row.get("prompt"), str) and (raw or not _is_chat(row.get("messages"))):
+            need = "`prompt`, a text" if raw else "`messages`, a list of messages with a role, or `prompt`, a text"
+            raise ValueError(f"{source.where(index)}: the row has no {need}")
+        if not isinstance(row.get("tools"), list | None):
+            raise ValueError(f"{source.where(index)}: `tools` must be a list of JSON schemas")
     return rows
 
 
+def _is_chat(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and len(messages) > 0
+        and all(isinstance(message, dict) and "role" in message for message in messages)
+    )
+
+
 def _prompt_ids(tokenizer: Tokenizer, row: dict[str, Any], *, raw: bool) -> list[int]:
-    messages = row.get("messages", row.get("prompt"))
     if raw:
-        if not isinstance(messages, str):
-            raise ValueError("--raw needs rows with a `prompt` of plain text")
-        return tokenizer.encode(messages)
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    if messages and messages[-1].get("role") == "assistant":
+        return [*tokenizer.prefix_ids, *tokenizer.encode(row["prompt"])]
+    messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+    if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    return tokenizer.chat_ids(messages, tools=row.get("tools"), add_generation_prompt=True)
+    return tokenizer.chat_ids(messages, tools=row.get("tools"))
 
 
 def _write_answers(options: GenerateOptions, rows: list[dict[str, Any]], completions: Sequence[Completion]) -> None:

@@ -93,10 +93,10 @@ class Range:
         return above and below and abs(value) != float("inf")
 
     def __str__(self) -> str:
-        low = f"greater than {self.low:g}" if self.open_low else f"at least {self.low:g}"
+        low = f"greater than {self.low:.10g}" if self.open_low else f"at least {self.low:.10g}"
         if self.high == float("inf"):
             return low
-        return f"{low} and {'below' if self.open_high else 'at most'} {self.high:g}"
+        return f"{low} and {'below' if self.open_high else 'at most'} {self.high:.10g}"
 
 
 _COUNT, _SHARE = Range(1), Range(0, 1)

