@@ -1,0 +1,97 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from gapless.kernels.cross_entropy import linear_cross_entropy
+
+
+def inputs(rows=13, hidden=8, vocab=29, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, hidden, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, hidden, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocab, (rows,), generator=generator, dtype=torch.int32)
+    labels[::4] = -100
+    return x, weight, labels
+
+
+def oracle(x, weight, labels):
+    return functional.cross_entropy((x @ weight.t()).double(), labels.long(), ignore_index=-100, reduction="sum")
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 5, 100])
+@pytest.mark.parametrize("upstream", [1.0, 0.37])
+def test_equals_torch(chunk_tokens, upstream):
+    x, weight, labels = inputs()
+    loss = linear_cross_entropy(x, weight, labels, chunk_tokens=chunk_tokens)
+    assert loss.dtype == torch.float32
+    assert loss.ndim == 0
+    grads = torch.autograd.grad(loss * upstream, (x, weight))
+    double_x, double_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    exact = oracle(double_x, double_weight, labels)
+    exact_grads = torch.autograd.grad(exact * upstream, (double_x, double_weight))
+    torch.testing.assert_close(loss.double(), exact)
+    for grad, expected in zip(grads, exact_grads, strict=True):
+        torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-6)
+    assert (grads[0][labels == -100] == 0).all()
+
+
+def test_scaled_loss_and_a_second_backward():
+    """The gradient that arrives is honoured and nothing saved is written into."""
+    x, weight, labels = inputs()
+    loss = linear_cross_entropy(x, weight, labels, chunk_tokens=5)
+    plain = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    tripled = torch.autograd.grad(loss * 3, (x, weight), retain_graph=True)
+    again = torch.autograd.grad(loss, (x, weight))
+    for one, three, other in zip(plain, tripled, again, strict=True):
+        assert torch.equal(one * 3, three)
+        assert torch.equal(one, other)
+
+
+def test_bf16_within_twice_the_eager_error():
+    x, weight, labels = inputs(rows=40, hidden=64, vocab=200, dtype=torch.bfloat16)
+    doubles = [t.detach().double().requires_grad_() for t in (x, weight)]
+    truth = torch.autograd.grad(oracle(*doubles, labels), doubles)
+    ours = torch.autograd.grad(linear_cross_entropy(x, weight, labels, chunk_tokens=7), (x, weight))
+    eager = torch.autograd.grad(oracle(x, weight, labels), (x, weight))
+    for grad, other, exact in zip(ours, eager, truth, strict=True):
+        error, budget = ((g.double() - exact).square().mean().sqrt() for g in (grad, other))
+        assert error <= 2 * budget + 1e-4
+
+
+def test_frozen_weight_gets_no_gradient_and_extremes_stay_finite():
+    x, weight, labels = inputs()
+    frozen = (weight.detach() * 1e4).contiguous()
+    loss = linear_cross_entropy(x, frozen, labels)
+    (grad,) = torch.autograd.grad(loss, (x,))
+    assert loss.isfinite()
+    assert grad.isfinite().all()
+
+
+def test_no_grad_and_nothing_to_train():
+    x, weight, labels = inputs()
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, weight, labels, chunk_tokens=3)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss.double(), oracle(x, weight, labels))
+    empty = linear_cross_entropy(x, weight, torch.full_like(labels, -100))
+    assert empty.item() == 0
+    grads = torch.autograd.grad(empty, (x, weight))
+    assert all((grad == 0).all() for grad in grads)
+
+
+def test_logits_of_all_tokens_are_never_held():
+    """No tensor of rows x vocabulary is made or saved, only chunks of it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in (out if isinstance(out, tuple | list) else [out]) if torch.is_tensor(t))
+            return out
+
+    x, weight, labels = inputs(rows=64, hidden=4, vocab=50)
+    with Sizes():
+        linear_cross_entropy(x, weight, labels, chunk_tokens=8).backward()
+    assert max(sizes) == 8 * 50
