@@ -45,7 +45,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 docs: $(STAMP)
-	$(BIN)/python docs/run_file_keys.py
+	$(BIN)/python docs/make.py
 
 clean:
 	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis

@@ -109,8 +109,8 @@ def _train(args: list[str]) -> int:
 
     from gapless.training.trainer import train
 
-    train(config)
-    return 0
+    result = train(config)
+    return 130 if result.result_dir is None else 0  # None: a signal stopped it, what there was is saved
 
 
 def _train_options() -> type:

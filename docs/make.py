@@ -1,4 +1,4 @@
-"""Rewrites the table of keys in docs/run-files.md from the dataclasses in gapless.config."""
+"""Rewrites what the pages repeat of the source: the keys in run-files.md, the tree of files in README.md."""
 
 import ast
 import dataclasses
@@ -9,8 +9,10 @@ from pathlib import Path
 
 from gapless.config_file import ALIASES, DEFAULTS, HINTS, RANGES, SECTIONS
 
-PAGE = Path(__file__).with_name("run-files.md")
-MARK = "<!-- The rest of this page is written by `make docs` from src/gapless/config.py. -->\n"
+DOCS = Path(__file__).parent
+SOURCE = DOCS.parent / "src" / "gapless"
+KEYS = ("<!-- keys: written by `make docs` from src/gapless/config.py -->\n", "<!-- end of keys -->\n")
+TREE = ("<!-- tree: written by `make docs` from the first lines of the files -->\n", "<!-- end of tree -->\n")
 
 
 def field_docs(kind: type) -> dict[str, str]:
@@ -75,10 +77,34 @@ def key_tables() -> str:
     return "\n".join(lines) + "\n"
 
 
-def page() -> str:
-    """The whole page with fresh tables."""
-    return PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK + key_tables()
+def tree() -> str:
+    """The package with the first line of each file's docstring."""
+    lines = ["src/gapless/"]
+    for path in sorted(SOURCE.rglob("*.py"), key=lambda path: (path.parent, path.name)):
+        name = path.relative_to(SOURCE)
+        first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0].rstrip(".")
+        if path.name == "__init__.py" and path.parent != SOURCE:
+            lines.append(
+                f"{'  ' * len(name.parts[:-1])}{f'{name.parent.name}/':<{24 - 2 * len(name.parts[:-1])}}{first}"
+            )
+        else:
+            lines.append(f"{'  ' * len(name.parts)}{path.name:<{24 - 2 * len(name.parts)}}{first}")
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def pages() -> dict[Path, str]:
+    """Every page with fresh parts."""
+    return {
+        DOCS / "run-files.md": _replaced(DOCS / "run-files.md", KEYS, key_tables()),
+        DOCS.parent / "README.md": _replaced(DOCS.parent / "README.md", TREE, "\n" + tree() + "\n"),
+    }
+
+
+def _replaced(path: Path, marks: tuple[str, str], part: str) -> str:
+    before, rest = path.read_text(encoding="utf-8").split(marks[0])
+    return before + marks[0] + part + marks[1] + rest.split(marks[1])[1]
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

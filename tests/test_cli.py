@@ -1,0 +1,108 @@
+"""The command line end to end on a tiny model, and its exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gapless import cli
+from tiny import write_tiny_model
+from tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run folder of two steps, made by the command line."""
+    folder = tmp_path_factory.mktemp("cli")
+    write_tiny_model(folder / "model", vocab_size=VOCAB_SIZE)
+    write_tiny_tokenizer(folder / "model")
+    turns = [{"role": "user", "content": "What is the capital of France?"}, {"role": "assistant", "content": "Paris"}]
+    (folder / "train.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(6)))
+    keys = ["output_dir = 'run'", "max_length = 128", "max_steps = 3", "r = 4", "dtype = 'fp32'", "device = 'cpu'"]
+    (folder / "run.toml").write_text("\n".join(["model = 'model'", "train = 'train.jsonl'", *keys]))
+    assert cli.main(["train", str(folder / "run.toml"), "--training.max_steps", "2"]) == 0
+    return folder / "run"
+
+
+def test_train_leaves_a_run_folder(run):
+    assert {"config.toml", "metrics.jsonl", "adapter", "checkpoints"} <= {path.name for path in run.iterdir()}
+    assert "max_steps = 2" in (run / "config.toml").read_text()
+
+
+def test_the_resolved_file_runs_again(run):
+    before = (run / "metrics.jsonl").read_bytes()
+    assert cli.main(["train", str(run / "config.toml")]) == 0
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_generate_answers_prompts(run, capsys):
+    arguments = ["generate", str(run), "--max-new-tokens", "5", "--dtype", "fp32"]
+    assert cli.main([*arguments, "--prompt", "What is the capital?", "--prompt", "Hello", "--system", "Be brief."]) == 0
+    both = capsys.readouterr().out
+    assert cli.main([*arguments, "--prompt", "Hello", "--system", "Be brief."]) == 0
+    assert both.endswith("\n\n" + capsys.readouterr().out)
+
+
+def test_generate_from_a_file(run, tmp_path, capsys):
+    rows = [
+        {"id": 7, "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "left out"}]},
+        {"prompt": "Hello"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    files = ["--file", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "answers.jsonl")]
+    assert cli.main(["generate", str(run), *files, "--max_new_tokens", "5", "--dtype", "fp32"]) == 0
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [{key: row[key] for key in source} for row, source in zip(answers, rows, strict=True)] == rows
+    assert answers[0]["completion"] == answers[1]["completion"]
+    assert answers[0]["finish_reason"] in ("stop", "length")
+    assert capsys.readouterr().out == ""
+
+
+def test_raw_prompts_pass_by_the_template(run, capsys):
+    arguments = ["generate", str(run), "--prompt", "The quick brown", "--max-new-tokens", "5", "--dtype", "fp32"]
+    outputs = []
+    for extra in ([], ["--raw"]):
+        assert cli.main([*arguments, *extra]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] != outputs[1]
+
+
+def test_export(run, tmp_path):
+    assert cli.main(["export", str(run), "--to", "merged", "--out", str(tmp_path / "merged")]) == 0
+    assert cli.main(["export", str(run), "--to", "adapter", "--out", str(tmp_path / "adapter")]) == 0
+    assert (tmp_path / "merged" / "config.json").exists()
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+    model = str(tmp_path / "merged")
+    assert cli.main(["generate", model, "--prompt", "Hello", "--max-new-tokens", "2"]) == 0
+
+
+def test_a_stopped_run_exits_like_ctrl_c(run, monkeypatch):
+    import gapless.training.trainer as trainer
+
+    stopped = trainer.TrainResult(
+        step=1, finished=False, train_loss=None, eval_loss=None, output_dir=run, result_dir=None
+    )
+    monkeypatch.setattr(trainer, "train", lambda config: stopped)
+    assert cli.main(["train", str(run / "config.toml")]) == 130
+
+
+def test_exit_codes(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    assert cli.main([]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_library_error_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "_run", lambda args: json.loads("{"))
+    with pytest.raises(json.JSONDecodeError):
+        cli.main([])
+
+
+def test_version_and_no_arguments(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("gapless 0.")
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: gapless VERB")

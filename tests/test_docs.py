@@ -1,0 +1,31 @@
+"""The pages keep step with the source: `make docs` has nothing to do, and what they show works."""
+
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gapless.config_file import load_config
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_pages_are_fresh():
+    for path, text in runpy.run_path(str(ROOT / "docs" / "make.py"))["pages"]().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: make docs"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/run-files.md"])
+def test_run_files_in_the_pages_load(name, tmp_path):
+    blocks = (ROOT / name).read_text(encoding="utf-8").split("```toml\n")[1:]
+    assert blocks
+    for block in blocks:
+        (tmp_path / "run.toml").write_text(block.partition("```")[0], encoding="utf-8")
+        assert load_config(tmp_path / "run.toml").adapter.r == tomllib.loads(block.partition("```")[0])["adapter"]["r"]
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for link in page.read_text(encoding="utf-8").split("](")[1:]:
+            assert (page.parent / link.partition(")")[0].partition("#")[0]).exists(), f"{page.name}: {link[:60]}"
