@@ -156,15 +156,15 @@ def _read_messages(values: Mapping[str, Any]) -> ChatRow:
 
 
 def _read_prompt_completion(values: Mapping[str, Any]) -> PromptRow | ChatRow:
-    prompt, completion = values["prompt"], values["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str) and "tools" not in values:
+    prompt, completion, tools = values["prompt"], values["completion"], _tools(values.get("tools"))
+    if isinstance(prompt, str) and isinstance(completion, str) and tools is None:
         return PromptRow(prompt, completion)
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt, "prompt")
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
     after = _messages(completion, "completion")
     learned = [False] * len(before) + [_learned(message) for message in after]
-    return ChatRow(before + after, learned, _tools(values.get("tools")))
+    return ChatRow(before + after, learned, tools)
 
 
 def _read_alpaca(values: Mapping[str, Any]) -> ChatRow:
@@ -243,7 +243,7 @@ def _message(entry: Any, place: str) -> Message:
     # Parquet fills in null for keys that other messages have.
     message = {key: value for key, value in entry.items() if value is not None or key == "content"}
     content = message.get("content")
-    if _is_list(content):
+    if content is not None and _is_list(content):
         return _join_parts(message, content, place)
     if content is not None and not isinstance(content, str):
         raise ValueError(f"{place}.content must be a string or a list of parts, not {_kind(content)}")

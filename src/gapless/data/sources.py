@@ -15,7 +15,7 @@ import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +24,7 @@ _CHUNK = 1 << 24
 _BOM = b"\xef\xbb\xbf"
 
 
+@runtime_checkable
 class Rows(Protocol):
     """Rows by index, with their place for messages and an identity for caches."""
 

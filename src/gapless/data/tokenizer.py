@@ -59,8 +59,10 @@ class Tokenizer:
         self._fast = fast
         self._overridden = overridden
         self._special = _special_tokens(path)
+        self._environment = _environment()
         # One clock for the whole run, so that a date in the template is the same in every rendering.
-        self._environment = _environment(datetime.datetime.now())
+        now = datetime.datetime.now()
+        self._globals = {"raise_exception": _raise_exception, "strftime_now": now.strftime}
         self._compiled = {name: self._compile(name, source) for name, source in chat_templates.items()}
 
     @classmethod
@@ -230,7 +232,7 @@ class Tokenizer:
 
     def _compile(self, name: str, source: str) -> jinja2.Template:
         try:
-            return self._environment.from_string(source)
+            return self._environment.from_string(source, globals=dict(self._globals))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"chat template {name!r} of {self.path}, line {error.lineno}, is not Jinja: {error.message}"
@@ -327,23 +329,24 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
-def _environment(now: datetime.datetime) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
 
-    def to_json(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        # Jinja's own filter escapes HTML, which would put \u003c into prompts.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which would put \u003c into prompts.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = to_json
-    environment.globals.update({"raise_exception": raise_exception, "strftime_now": now.strftime})
+    environment.filters["tojson"] = _to_json
     return environment
