@@ -6,12 +6,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.tiny import tiny_config, write_tiny_model
 
 from gapless.batch import segments
 from gapless.models.decoder import Decoder
 from gapless.models.families import decoder_config
 from gapless.models.weights import hf_views, load_weights
-from tests.tiny import tiny_config, write_tiny_model
 
 LENGTHS = (5, 1, 70, 7)
 TOKENS = 90

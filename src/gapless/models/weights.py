@@ -24,6 +24,7 @@ from gapless.models.norm import RMSNorm
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+EMBED_WEIGHT, HEAD_WEIGHT = f"{names.EMBED}.weight", f"{names.HEAD}.weight"
 
 
 @dataclass(frozen=True)
@@ -136,21 +137,32 @@ def load_weights(
     _materialise(model, device)
     views = {view.name: view for view in hf_views(model)}
     missing = set(views)
+    if config.tied:
+        views[HEAD_WEIGHT] = views[EMBED_WEIGHT]
     with torch.no_grad():
         for name, tensor, file in _stored_tensors(folder):
-            if names.is_computed(name):
-                continue
-            view = views.get(name)
-            if view is None:
-                _check_extra_head(model, name, tensor, file, missing)
-                continue
-            if tuple(tensor.shape) != view.shape:
-                raise ValueError(f"{file}: {name} has shape {list(tensor.shape)}, config.json says {list(view.shape)}")
-            view.write(view.parameter, tensor)
-            missing.discard(name)
+            if not names.is_computed(name):
+                _load(name, tensor, file, views, missing)
     if missing:
         raise ValueError(f"{folder}: {len(missing)} weights are missing: {_listed(missing)}")
     return model
+
+
+def _load(name: str, tensor: torch.Tensor, file: Path, views: dict[str, TensorView], missing: set[str]) -> None:
+    """Put a stored tensor in its place, or refuse it."""
+    view = views.get(name)
+    if view is None:
+        raise ValueError(f"{file}: {name} is not a weight of the model that config.json describes")
+    if tuple(tensor.shape) != view.shape:
+        raise ValueError(f"{file}: {name} has shape {list(tensor.shape)}, config.json says {list(view.shape)}")
+    if view.name in missing:
+        view.write(view.parameter, tensor)
+        missing.discard(view.name)
+    elif not torch.equal(view.view(view.parameter), tensor.to(view.parameter)):
+        # Some tools store a tied head beside the embedding; only an equal one can be honoured.
+        raise ValueError(
+            f"{file}: {HEAD_WEIGHT} and {EMBED_WEIGHT} differ, but config.json has tie_word_embeddings = true"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -203,16 +215,6 @@ def _weight_files(folder: Path) -> list[Path]:
         if not file.exists():
             raise FileNotFoundError(f"{file} does not exist{f', but {index.name} names it' if index.exists() else ''}")
     return files
-
-
-def _check_extra_head(model: Decoder, name: str, tensor: torch.Tensor, file: Path, missing: set[str]) -> None:
-    """Accept a head that repeats the embedding it is tied to; refuse every other tensor without a place."""
-    embed = f"{names.EMBED}.weight"
-    if name != "lm_head.weight" or not model.config.tied or model.embed is None:
-        raise ValueError(f"{file}: {name} is not a weight of the model that config.json describes")
-    if embed not in missing and torch.equal(model.embed.weight, tensor.to(model.embed.weight)):
-        return
-    raise ValueError(f"{file}: {name} differs from {embed}, but config.json has tie_word_embeddings = true")
 
 
 def _listed(missing: set[str], most: int = 5) -> str:

@@ -145,6 +145,16 @@ class Fields:
             )
 
 
+def head_dim(fields: Fields, hidden: int, heads: int) -> int:
+    """D as the config gives it, or H / N."""
+    value = fields.take("head_dim", None)
+    if value is not None:
+        return value
+    if hidden % heads:
+        raise ValueError(f"config.json: hidden_size {hidden} is not a multiple of {heads} attention heads")
+    return hidden // heads
+
+
 def _positive(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"config.json: {name} must be a positive number, not {value!r}")
@@ -181,7 +191,10 @@ def rotary_config(fields: Fields, max_length: int | None) -> RotaryConfig:
     """
     old, new = fields.take("rope_scaling", None), fields.take("rope_parameters", None)
     # Like transformers, the older spelling wins where a file has both.
-    raw = dict(old or new or {})
+    raw = old or new or {}
+    if not isinstance(raw, dict):
+        raise ValueError(f"config.json: {'rope_scaling' if old else 'rope_parameters'} must be an object, not {raw!r}")
+    raw = dict(raw)
     theta = fields.take("rope_theta", 10_000.0)
     theta = _positive(raw.pop("rope_theta", theta), "rope_theta")
     positions = fields.config.get("max_position_embeddings")

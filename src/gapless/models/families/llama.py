@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gapless.models.config import DecoderConfig
-from gapless.models.families.fields import Fields, rotary_config
+from gapless.models.families.fields import Fields, head_dim, rotary_config
 
 
 def decoder_config(fields: Fields, max_length: int | None) -> DecoderConfig:
@@ -17,7 +17,7 @@ def decoder_config(fields: Fields, max_length: int | None) -> DecoderConfig:
         layers=layers,
         heads=heads,
         kv_heads=fields.take("num_key_value_heads", None) or heads,
-        head_dim=fields.take("head_dim", None) or hidden // heads,
+        head_dim=head_dim(fields, hidden, heads),
         ffn=fields.count("intermediate_size"),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rotary=rotary_config(fields, max_length),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 EMBED = "model.embed_tokens"
 NORM = "model.norm"
+HEAD = "lm_head"
 
 # Inside "model.layers.<i>.":
 ATTENTION = "self_attn"
