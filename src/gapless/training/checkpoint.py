@@ -4,8 +4,8 @@
       rank0-00001.safetensors   trained weights, float32 masters, moments: "weight/NAME", "master/NAME", "exp_avg/NAME",
                                 "exp_avg_sq/NAME", with the names and shapes of Hugging Face and PEFT files
       state.json                step, loader position, what the run must agree on, totals of the metrics
-      index.json                format_version; for every tensor its full shape and the slices that files hold; for every
-                                file its size and CRC-32
+      index.json                format_version; for every tensor its full shape and the slices that files hold; for
+                                every file its size and CRC-32
 
 Everything is written into a temporary folder, synced, and renamed: a kill at any instant leaves the previous checkpoint
 loadable. Nothing is read before sizes and checksums of all files agree with the index.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 TEMPORARY = ".tmp-"
@@ -73,3 +75,16 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: object) -> None:
     """Replace a JSON file as a whole."""
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Turn a failed write (disk full, no permission) into one line.
+
+    Raises:
+        ValueError: names `path` and the reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error

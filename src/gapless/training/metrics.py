@@ -29,7 +29,7 @@ class MetricsLog:
         """
         kept = [] if after_step is None else [line for line in read_metrics(path) if line["step"] <= after_step]
         files.write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.lines: list[Metrics] = kept
+        self.lines: list[Metrics] = [*kept]
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:

@@ -16,28 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gapless.config import OptimConfig
-
-
-class NamedView(Protocol):
-    """What the optimizer needs of a `gapless.models.weights.TensorView`: a named part of a parameter."""
-
-    name: str
-    parameter: nn.Parameter
-    shape: tuple[int, ...]
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor shaped like the parameter, as a contiguous copy in its on-disk shape."""
-        ...
-
-    def write(self, tensor: Tensor, value: Tensor) -> None:
-        """Copy a value in the on-disk shape into this part of a tensor shaped like the parameter."""
-        ...
+from gapless.models.weights import TensorView
 
 
 @dataclass
@@ -61,7 +45,7 @@ class AdamW:
     Gradients are the optimizer's: `backward` adds into its float32 buffers, and `step` clears them.
     """
 
-    def __init__(self, views: Iterable[NamedView], config: OptimConfig) -> None:
+    def __init__(self, views: Iterable[TensorView], config: OptimConfig) -> None:
         """Take over the parameters of `views`.
 
         Args:
@@ -222,6 +206,7 @@ def _move_into(total: Tensor) -> Callable[[Tensor], None]:
     """A hook that adds a parameter's low-precision gradient to its float32 total as soon as autograd has made it."""
 
     def hook(param: Tensor) -> None:
+        assert param.grad is not None
         total.add_(param.grad)
         param.grad = None
 

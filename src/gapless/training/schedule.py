@@ -52,14 +52,8 @@ def make_schedule(config: OptimConfig, total_steps: int) -> Schedule:
     """The schedule of a run of `total_steps` optimizer steps.
 
     Raises:
-        ValueError: a share outside 0..1, a warm-up and decay that exceed the run, or a setting that the chosen shape
-            does not have.
+        ValueError: a warm-up and decay that exceed the run, or a floor for a schedule that does not fall.
     """
-    for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):
-        if not 0.0 <= getattr(config, name) <= 1.0:
-            raise ValueError(f"optim.{name} must be between 0 and 1, not {getattr(config, name)}")
-    if config.warmup_steps < 0:
-        raise ValueError(f"optim.warmup_steps must be at least 0, not {config.warmup_steps}")
     if config.lr_scheduler_type == "constant" and config.min_lr_ratio:
         raise ValueError("optim.min_lr_ratio needs a schedule that falls; lr_scheduler_type is constant")
     warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_steps)

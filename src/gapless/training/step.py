@@ -7,7 +7,7 @@ large batch however its rows are cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -87,18 +87,17 @@ def batch_loss(model: Decoder, batch: PackedBatch, loss_fn: LossFunction | None 
 
 
 @torch.no_grad()
-def mean_loss(model: Decoder, batches, loss_fn: LossFunction | None = None) -> float:
-    """The mean loss of all trained tokens of `batches`; every token counts once, whatever its batch.
-
-    Raises:
-        ValueError: there is no trained token.
-    """
+def mean_loss(model: Decoder, batches: Iterable[PackedBatch], loss_fn: LossFunction | None = None) -> float | None:
+    """The mean loss of all trained tokens of `batches`, each counted once whatever its batch; None if there is none."""
     losses, num_trained = [], 0
-    for batch in batches:
-        loss = batch_loss(model, batch, loss_fn)
-        if loss is not None:
-            losses.append(loss.double())
-            num_trained += batch.num_trained
-    if num_trained == 0:
-        raise ValueError("the evaluation rows have no token to take a loss on")
-    return torch.stack(losses).sum().item() / num_trained
+    training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            loss = batch_loss(model, batch, loss_fn)
+            if loss is not None:
+                losses.append(loss.double())
+                num_trained += batch.num_trained
+    finally:
+        model.train(training)
+    return torch.stack(losses).sum().item() / num_trained if num_trained else None

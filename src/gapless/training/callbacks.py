@@ -1,0 +1,67 @@
+"""Hooks into a run, and what they get to see of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gapless.config import RunConfig
+from gapless.data.tokenizer import Tokenizer
+from gapless.models.decoder import Decoder
+from gapless.training.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended."""
+
+    step: int
+    """Optimizer steps finished, those before a resume included."""
+    finished: bool
+    """Whether all steps are done; if not, the same command goes on."""
+    train_loss: float | None
+    """Mean loss of all trained tokens of the run, each at its step; None if there was none."""
+    eval_loss: float | None
+    """Of the last evaluation."""
+    output_dir: Path
+    """The run folder."""
+    result_dir: Path | None
+    """The adapter or the model; None if a signal stopped the run."""
+
+
+class Run(Protocol):
+    """What a callback may use of the trainer."""
+
+    config: RunConfig
+    model: Decoder
+    tokenizer: Tokenizer
+    step: int
+    """Optimizer steps launched."""
+    total_steps: int
+
+    def stop(self) -> None:
+        """End the run after the current step."""
+
+
+class Callback:
+    """Override what you need.
+
+    Metrics are read one step late, so that the device never waits: `on_step_end` may find `trainer.step` one ahead of
+    `metrics["step"]`.
+    """
+
+    def on_train_begin(self, trainer: Run) -> None:
+        """Model, data and optimizer are ready; a resumed run stands at its step."""
+
+    def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
+        """The metrics of a step (see `gapless.training.metrics`) were read."""
+
+    def on_evaluate(self, trainer: Run, metrics: Metrics) -> None:
+        """An evaluation is done: step and eval_loss."""
+
+    def on_save(self, trainer: Run, folder: Path) -> None:
+        """A checkpoint is on the disk."""
+
+    def on_train_end(self, trainer: Run, result: TrainResult) -> None:
+        """The run is over and its result written; not called when a signal stopped it."""

@@ -1,0 +1,91 @@
+"""The logs of a run folder: metrics.jsonl first, then what repeats it (TensorBoard, wandb, the plot)."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import Any
+
+from gapless.config import RunConfig
+from gapless.training import files
+from gapless.training.metrics import Metrics, MetricsLog
+from gapless.training.plot import loss_plot
+from gapless.training.tensorboard import EventWriter
+
+
+class RunLog:
+    """Writes each line of metrics to every place that the run file asks for."""
+
+    def __init__(self, config: RunConfig, *, after_step: int | None = None, wandb_id: str | None = None) -> None:
+        """Open the logs of a run that starts, or that goes on after a step.
+
+        Raises:
+            ValueError: a file cannot be written, or wandb is asked for and not installed.
+        """
+        self._folder = Path(config.training.output_dir)
+        self._events = self._wandb = None
+        self.metrics = MetricsLog(self._folder / "metrics.jsonl", after_step=after_step)
+        if "tensorboard" in config.logging.report_to:
+            self._events = EventWriter(self._folder / "tensorboard", first_step=(after_step or -1) + 1)
+        if "wandb" in config.logging.report_to:
+            self._wandb = _open_wandb(config, wandb_id)
+
+    @property
+    def wandb_id(self) -> str | None:
+        """What a resumed run needs to go on in the same place."""
+        return self._wandb.id if self._wandb else None
+
+    def write(self, metrics: Metrics) -> None:
+        """Write a training or an evaluation line.
+
+        Raises:
+            ValueError: the disk is full.
+        """
+        with files.writing(self._folder / "metrics.jsonl"):
+            self.metrics.write(metrics)
+            step = int(metrics["step"])
+            values = {_tag(name): value for name, value in metrics.items() if name != "step" and value is not None}
+            if self._events:
+                self._events.scalars(step, values)
+        if self._wandb:
+            self._wandb.log(values, step=step)
+
+    def evaluated(self, step: int) -> bool:
+        """Whether an evaluation after `step` is in the log."""
+        return any(line["step"] == step and "eval_loss" in line for line in reversed(self.metrics.lines))
+
+    def draw(self) -> None:
+        """Write loss.svg."""
+        path = self._folder / "loss.svg"
+        with files.writing(path):
+            files.write_text(path, loss_plot(self.metrics.lines, self._folder.resolve().name))
+
+    def close(self) -> None:
+        """Close all."""
+        self.metrics.close()
+        if self._events:
+            self._events.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def _tag(name: str) -> str:
+    return f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"
+
+
+def _open_wandb(config: RunConfig, run_id: str | None) -> Any:
+    try:
+        wandb = importlib.import_module("wandb")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            'logging.report_to names "wandb", which is not installed; pip install "gapless[wandb]" or leave it out'
+        ) from error
+    return wandb.init(
+        project="gapless",
+        name=Path(config.training.output_dir).resolve().name,
+        dir=config.training.output_dir,
+        config=dataclasses.asdict(config),
+        id=run_id,
+        resume="allow" if run_id else None,
+    )

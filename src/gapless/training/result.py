@@ -1,0 +1,39 @@
+"""What a run leaves for other tools: a PEFT adapter, or a Hugging Face model folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from gapless.adapters.merge import merged_tensors
+from gapless.adapters.peft import save_adapter
+from gapless.config import RunConfig
+from gapless.data.tokenizer import Tokenizer
+from gapless.models.decoder import Decoder
+from gapless.models.weights import save_weights
+from gapless.training import files
+
+
+def write_result(model: Decoder, tokenizer: Tokenizer, config: RunConfig, folder: Path) -> Path:
+    """Write `folder`/adapter (LoRA) or `folder`/model (full fine-tuning), whole or not at all.
+
+    Returns:
+        The folder written.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    lora = config.adapter.type == "lora"
+    target = folder / ("adapter" if lora else "model")
+    partial = files.temporary(target)
+    with files.writing(target):
+        partial.mkdir()
+        if lora:
+            save_adapter(model, config.adapter, partial, Path(config.model.path).absolute())
+        else:
+            save_weights(partial, merged_tensors(model))
+            shutil.copyfile(Path(config.model.path, "config.json"), partial / "config.json")
+            tokenizer.save(partial)
+        files.sync_tree(partial)
+        files.publish(target)
+    return target

@@ -1,0 +1,348 @@
+"""The trainer: a run from its configuration to its result.
+
+    folder, settings agree, rows tokenised, model and optimizer built, newest checkpoint loaded
+    evaluate
+    for every step:  micro-batches -> train_step -> read the metrics of the step before -> evaluate, save when due
+    evaluate, save, write the adapter or the model
+
+Metrics are read one step late, so that the device never waits for the host. Before a checkpoint is published its own
+step's metrics are read: a step that went wrong is never saved.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import takewhile
+
+from gapless.config import RunConfig
+from gapless.config_file import check_config
+from gapless.data.loader import TrainStep
+from gapless.data.store import TokenStore
+from gapless.data.tokenizer import Tokenizer
+from gapless.training import run_folder, setup
+from gapless.training.callbacks import Callback, TrainResult
+from gapless.training.checkpoint import (
+    Checkpoint,
+    Fault,
+    check_names,
+    folder_name,
+    list_checkpoints,
+    no_fault,
+    save_checkpoint,
+)
+from gapless.training.display import Clock, make_display
+from gapless.training.logs import RunLog
+from gapless.training.metrics import Metrics
+from gapless.training.optim import AdamW
+from gapless.training.result import write_result
+from gapless.training.samples import write_samples
+from gapless.training.schedule import make_schedule
+from gapless.training.signals import StopSignals
+from gapless.training.step import LossFunction, StepMetrics, mean_loss, train_step
+
+
+class NonFiniteLossError(ValueError):
+    """The loss or the gradient is infinite or not a number; weights are as before the step."""
+
+
+@dataclass
+class Totals:
+    """Sums over the steps whose metrics were read; saved with checkpoints."""
+
+    loss_sum: float = 0.0
+    trained_tokens: int = 0
+    eval_loss: float | None = None
+
+
+@dataclass
+class Pending:
+    """A step that was launched and whose metrics were not read."""
+
+    step: int
+    data: TrainStep
+    metrics: StepMetrics
+    finished: float | None
+    """When it was done, if that is known."""
+
+
+def train(config: RunConfig) -> TrainResult:
+    """Run a configuration; see `Trainer`."""
+    return Trainer(config).train()
+
+
+class Trainer:
+    """A run.
+
+    Attributes (once training has begun):
+        model: the decoder, adapters applied.
+        tokenizer: the model's.
+        optimizer: AdamW over what is trained.
+        step: optimizer steps launched.
+        total_steps: of the whole run.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        loss_fn: LossFunction | None = None,
+        callbacks: Sequence[Callback] = (),
+        *,
+        fault: Fault = no_fault,
+    ) -> None:
+        """Check the configuration; nothing is loaded yet.
+
+        Args:
+            config: the run.
+            loss_fn: (logits float32 [M, V], labels [M]) -> the SUM of the M token losses, in place of cross-entropy.
+            callbacks: see `Callback`.
+            fault: called between the writes of a checkpoint, for tests.
+
+        Raises:
+            ValueError: settings are out of range or contradict each other.
+        """
+        check_config(config)
+        self.config = config
+        self.step = 0
+        self._loss_fn = loss_fn
+        self._callbacks = callbacks
+        self._fault = fault
+        self._stop = False
+        self._signals = StopSignals()
+        self._totals = Totals()
+        self._pending: Pending | None = None
+
+    def stop(self) -> None:
+        """End the run after the current step, as if it were the last: save, evaluate, write the result."""
+        self._stop = True
+
+    def train(self) -> TrainResult:
+        """Train, from the newest checkpoint in the run folder if there is one.
+
+        Raises:
+            ValueError: bad settings, data, model or checkpoint; a non-finite loss; a disk that is full.
+            FileNotFoundError: a file of the run is missing.
+        """
+        with ExitStack() as self._opened:
+            self._opened.enter_context(setup.determinism(self.config.training.deterministic))
+            self._folder = self._opened.enter_context(run_folder.open_run_folder(self.config))
+            self._display = self._opened.enter_context(closing(make_display()))
+            self._prepare()
+            with self._signals:
+                self._loop()
+            return self._finish()
+
+    # ---- before the first step ----
+
+    def _prepare(self) -> None:
+        checkpoint = run_folder.open_checkpoint_to_resume(self.config, self._folder)
+        self._base = run_folder.base_identity(self.config.model.path)
+        if checkpoint:
+            run_folder.check_base(checkpoint, self._base)
+        run_folder.write_resolved(self.config, self._folder)
+        self.tokenizer = Tokenizer.from_folder(self.config.model.path, self.config.data.chat_template)
+        train_store, self._eval_store = setup.build_stores(self.config, self.tokenizer)
+        for line in train_store.report.lines():
+            self._display.message(line)
+        self._build(train_store)
+        if checkpoint:
+            self._restore(checkpoint)
+        state = checkpoint.state if checkpoint else {"seconds": 0.0, "wandb_id": None}
+        self._clock = Clock(state["seconds"])
+        log = RunLog(self.config, after_step=self.step if checkpoint else None, wandb_id=state["wandb_id"])
+        self._log = self._opened.enter_context(closing(log))
+        self._announce(checkpoint)
+
+    def _build(self, store: TokenStore) -> None:
+        """Model, optimizer, loader and schedule."""
+        training = self.config.training
+        self.device = setup.pick_device(self.config)
+        self.model, views = setup.build_model(self.config, self.tokenizer, self.device)
+        self.optimizer = self._opened.enter_context(closing(AdamW(views, self.config.optim)))
+        rows = training.per_device_train_batch_size
+        layout = setup.build_layout(self.config, self.model, rows)
+        self._eval_layout = setup.build_layout(self.config, self.model, training.per_device_eval_batch_size or rows)
+        loader = setup.build_loader(self.config, store, layout, self._learning_rate, self.device)
+        self._loader = self._opened.enter_context(closing(loader))
+        self.total_steps = setup.count_steps(self.config, self._loader)
+        self._schedule = make_schedule(self.config.optim, self.total_steps)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Put everything where the checkpoint left it."""
+        run_folder.check_total_steps(checkpoint, self.config, self.total_steps)
+        check_names(checkpoint, self.optimizer.shapes())
+        self.optimizer.load(checkpoint.tensors(), checkpoint.state["optimizer_steps"])
+        self._loader.load_state_dict(checkpoint.state["loader"])
+        self._totals = Totals(**checkpoint.state["totals"])
+        self.step = checkpoint.step
+
+    def _announce(self, checkpoint: Checkpoint | None) -> None:
+        trained = sum(math.prod(view.shape) for view in self.optimizer.views)
+        self._display.message(f"training {trained:,} parameters for {self.total_steps} steps on {self.device}")
+        if checkpoint:
+            self._display.message(f"going on from {checkpoint.path}")
+        for callback in self._callbacks:
+            callback.on_train_begin(self)
+
+    # ---- steps ----
+
+    def _loop(self) -> None:
+        self._evaluate_if_due()
+        self._clock.resume()
+        while self.step < self.total_steps and not self._ending:
+            self._train_step()
+            if self._evaluation_due or self._save_due:
+                self._pause()
+        self._pause()
+
+    def _train_step(self) -> None:
+        """Launch a step, then read the metrics of the one before it."""
+        data = self._loader.next_step()
+        metrics = train_step(self.model, self.optimizer, data, self._loss_fn)
+        # A CPU is done now; a GPU when the metrics can be read.
+        finished = time.perf_counter() if self.device.type == "cpu" else None
+        self.step += 1
+        self._read_metrics()
+        if metrics is None:
+            self._display.message(f"step {self.step} has no trained token in its rows and was skipped")
+        else:
+            self._pending = Pending(self.step, data, metrics, finished)
+
+    def _pause(self) -> None:
+        """Catch up with the device, then evaluate and save if due."""
+        self._read_metrics()
+        self._evaluate_if_due()
+        if self._save_due or self._ending:
+            self._save()
+        self._clock.resume()
+
+    @property
+    def _ending(self) -> bool:
+        return self._stop or self._signals.received is not None
+
+    @property
+    def _save_due(self) -> bool:
+        every = self.config.training.save_steps
+        return self.step == self.total_steps or bool(every and self.step % every == 0)
+
+    @property
+    def _evaluation_due(self) -> bool:
+        every = self.config.training.eval_steps
+        return self.step in (0, self.total_steps) or self._stop or bool(every and self.step % every == 0)
+
+    def _learning_rate(self, step: int) -> float:
+        return self._schedule(step)
+
+    def _read_metrics(self) -> None:
+        """Wait for the pending step, if any, and log it."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        loss, grad_norm = pending.metrics.loss.item(), pending.metrics.grad_norm.item()
+        if not pending.metrics.finite.item():
+            raise NonFiniteLossError(self._non_finite_text(pending, loss, grad_norm))
+        self._totals.loss_sum += loss * pending.data.num_trained
+        self._totals.trained_tokens += pending.data.num_trained
+        seconds = self._clock.step(pending.finished or time.perf_counter())
+        line = {
+            "step": pending.step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": self._schedule(pending.data.step),
+            "epoch": pending.data.epoch,
+            "trained_tokens": self._totals.trained_tokens,
+            "tokens_per_second": sum(batch.num_tokens for batch in pending.data.micro_batches) / max(seconds, 1e-9),
+            "seconds": self._clock.seconds,
+            "memory_gib": setup.memory_gib(self.device),
+        }
+        if pending.step % self.config.logging.logging_steps == 0 or pending.step == self.total_steps:
+            self._log.write(line)
+            remaining = self._clock.remaining(self.total_steps - pending.step)
+            self._display.step(line, self.total_steps, remaining)
+        for callback in self._callbacks:
+            callback.on_step_end(self, line)
+
+    def _non_finite_text(self, pending: Pending, loss: float, grad_norm: float) -> str:
+        rows = pending.data.where()
+        more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
+        saved = list_checkpoints(self._folder / "checkpoints")
+        last = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+        return (
+            f"step {pending.step}: the loss is {loss} and the gradient norm {grad_norm}; the weights are those before "
+            f"the step, {last}; rows of the step: {', '.join(rows[:8])}{more}"
+        )
+
+    # ---- evaluation and saving ----
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate and sample, unless the log shows that this was done before a resume."""
+        if not self._evaluation_due or self._log.evaluated(self.step):
+            return
+        if self._eval_store is not None:
+            batches = setup.evaluation_batches(self.config, self._eval_store, self._eval_layout, self.device)
+            uninterrupted = takewhile(lambda _: not self._signals.received, batches)
+            loss = mean_loss(self.model, uninterrupted, self._loss_fn)
+            if loss is None or self._signals.received:
+                return  # cut short: the resumed run does it
+            self._display.message(f"step {self.step}/{self.total_steps}  eval loss {loss:.4f}")
+            if not math.isfinite(loss):
+                raise NonFiniteLossError(f"step {self.step}: the evaluation loss is {loss}; the weights are finite")
+            self._totals.eval_loss = loss
+            line: Metrics = {"step": self.step, "eval_loss": loss}
+            self._log.write(line)
+            for callback in self._callbacks:
+                callback.on_evaluate(self, line)
+        if self.config.logging.sample_prompts:
+            write_samples(self._folder / "samples.md", self.model, self.tokenizer, self.config.logging, self.step)
+        self._log.draw()
+
+    def _save(self) -> None:
+        """Publish a checkpoint of this step, whose metrics were read."""
+        folder = self._folder / "checkpoints"
+        if (folder / folder_name(self.step)).exists():
+            return
+        self._log.metrics.sync()
+        state = {
+            "settings": run_folder.settings(self.config),
+            "total_steps": self.total_steps,
+            "base": self._base,
+            "loader": self._loader.state_dict(),
+            "optimizer_steps": int(self.optimizer.step_count),
+            "totals": vars(self._totals),
+            "seconds": self._clock.seconds,
+            "wandb_id": self._log.wandb_id,
+        }
+        keep = self.config.training.save_total_limit
+        path = save_checkpoint(folder, self.step, self.optimizer.tensors(), state, keep=keep, fault=self._fault)
+        for callback in self._callbacks:
+            callback.on_save(self, path)
+
+    # ---- the end ----
+
+    def _finish(self) -> TrainResult:
+        self._log.draw()
+        result_dir = None
+        if self._signals.received:
+            self._display.message(
+                f"stopped by {self._signals.received} after step {self.step} of {self.total_steps}, saved in "
+                f"{self._folder}; run the same command again to go on"
+            )
+        else:
+            result_dir = write_result(self.model, self.tokenizer, self.config, self._folder)
+            self._display.message(f"wrote {result_dir}")
+        totals = self._totals
+        result = TrainResult(
+            step=self.step,
+            finished=self.step == self.total_steps,
+            train_loss=totals.loss_sum / totals.trained_tokens if totals.trained_tokens else None,
+            eval_loss=totals.eval_loss,
+            output_dir=self._folder,
+            result_dir=result_dir,
+        )
+        if not self._signals.received:
+            for callback in self._callbacks:
+                callback.on_train_end(self, result)
+        return result
