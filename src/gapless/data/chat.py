@@ -96,7 +96,8 @@ class RowEncoder:
         prefix = list(self.tokenizer.prefix_ids)
         # Texts that were rendered beforehand begin with their own.
         if ids[: len(prefix)] != prefix:
-            untrained, ids = untrained + len(prefix), prefix + ids
+            ids = prefix + ids
+            untrained += len(prefix) if prepared.prompt is not None else 0
         if prepared.text and ids[-1:] != [eos]:
             ids = [*ids, eos]
         trained = np.full(len(ids), bool(prepared.text))
@@ -272,8 +273,9 @@ class _Conversation:
                 "name another template with data.chat_template"
             )
         content = self._messages[index].get("content")
-        wanted = content.strip() if isinstance(content, str) else ""
-        if wanted in self.text and wanted not in self.text[start:end]:
+        # Only its last word: thinking in front of it may be left out on purpose.
+        words = content.split() if isinstance(content, str) else []
+        if words and words[-1] in self.text and words[-1] not in self.text[start:end]:
             raise ValueError(f"the chat template renders message {index} away from its turn; it cannot be trained")
         return start, end
 
