@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,7 @@ from gapless.data.sources import Rows, open_rows
 from gapless.data.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
+_TEMPORARY = "writing-"
 _BATCH_ROWS = 256
 _HASH_CHUNK = 1 << 22
 
@@ -302,7 +304,9 @@ def _fingerprint(rows: Rows, tokenizer: Tokenizer, config: DataConfig) -> str:
 
 
 def _write_spool(folder: Path, rows: Rows, tokenizer: Tokenizer, config: DataConfig) -> None:
-    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
+    _remove_abandoned(folder.parent)
+    prefix = f"{_TEMPORARY}{socket.gethostname()}-{os.getpid()}-"
+    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         with (temporary / "tokens.bin").open("wb") as file:
             sink = _DiskSink(file)
@@ -321,6 +325,25 @@ def _write_spool(folder: Path, rows: Rows, tokenizer: Tokenizer, config: DataCon
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_abandoned(cache_dir: Path) -> None:
+    """Delete what killed writers of this host left; others may be at work on theirs."""
+    prefix = f"{_TEMPORARY}{socket.gethostname()}-"
+    for folder in cache_dir.glob(f"{_TEMPORARY}*"):
+        process = folder.name.removeprefix(prefix).partition("-")[0]
+        if folder.name.startswith(prefix) and process.isdigit() and not _is_alive(int(process)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _open_spool(folder: Path, rows: Rows) -> TokenStore | None:
