@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gapless.batch import Segments
+from gapless.kernels.attention.decode import decode_attention, decodes
 from gapless.kernels.attention.reference import reference_attention
 
 
@@ -50,6 +51,9 @@ def attention(
     k_segments = q_segments if k_segments is None else k_segments
     _check(q, k, v, q_segments, k_segments, window, causal)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    plain = causal and softcap is None and sinks is None and not return_lse and not torch.is_grad_enabled()
+    if plain and decodes(q_segments, k_segments):
+        return decode_attention(q, k, v, k_segments, window, scale)
     out, lse = reference_attention(
         q, k, v, q_segments, k_segments, window, softcap, sinks, scale, causal, need_lse=return_lse
     )
