@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_tokenizer import write_tiny_tokenizer
 
 from gapless.config import DataConfig
 from gapless.data.store import tokenize
 from gapless.data.tokenizer import Tokenizer
+from tiny_tokenizer import write_tiny_tokenizer
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data"
 FILES = {
