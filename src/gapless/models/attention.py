@@ -65,7 +65,7 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
         """Attend: x [T, H], residual [T, H] -> [T, H]."""
-        fused = self.qkv(x).unflatten(1, self.qkv.leading)
+        fused = self.qkv(x, counters=segments.dropout).unflatten(1, self.qkv.leading)
         q, k, v = fused.split([self.groups, 1, 1], dim=2)  # [T, K, G, D], [T, K, 1, D] twice
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -77,4 +77,4 @@ class Attention(nn.Module):
             key_segments = cache.segments
         out = attention(q.flatten(1, 2), k, v, segments, key_segments, window=self.window)
         assert isinstance(out, torch.Tensor)
-        return self.out(out.flatten(1), residual)
+        return self.out(out.flatten(1), residual, segments.dropout)

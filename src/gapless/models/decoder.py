@@ -51,7 +51,7 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """Apply to the stream: x [T, H] -> [T, H]."""
         x = self.attention(self.attention_norm(x), x, segments, rotary, cache)
-        return self.mlp(self.mlp_norm(x), x)
+        return self.mlp(self.mlp_norm(x), x, segments.dropout)
 
 
 class Decoder(nn.Module):

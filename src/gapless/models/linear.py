@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gapless.batch import DropoutCounters
+
 
 @dataclass(frozen=True)
 class Part:
@@ -50,8 +52,13 @@ class Linear(nn.Module):
         """Features of the fused output."""
         return math.prod(self.leading)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute x W^T + bias (+ residual): x [T, in], residual [T, out] -> [T, out], features in storage order."""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, counters: DropoutCounters | None = None
+    ) -> torch.Tensor:
+        """Compute x W^T + bias (+ residual): x [T, in], residual [T, out] -> [T, out], features in storage order.
+
+        An adapter that drops out reads `counters`, those of the batch's tokens.
+        """
         raise NotImplementedError
 
     def dequantize(self) -> torch.Tensor:
@@ -90,7 +97,9 @@ class DenseLinear(Linear):
         self.bias = nn.Parameter(torch.zeros(leading, dtype=dtype, device=device)) if bias else None
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, counters: DropoutCounters | None = None
+    ) -> torch.Tensor:
         """See `Linear.forward`."""
         weight = self.dequantize()
         bias = None if self.bias is None else self.bias.flatten()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from gapless.batch import DropoutCounters
 from gapless.kernels.activation import swiglu
 from gapless.models.config import DecoderConfig
 from gapless.models.linear import DenseLinear, Linear, Part, plain_linear
@@ -29,6 +30,6 @@ class MLP(nn.Module):
             "down_proj", config.ffn, config.hidden, bias=config.mlp_bias, dtype=dtype, device=device
         )
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, counters: DropoutCounters | None = None) -> torch.Tensor:
         """Apply to x [T, H] and add residual [T, H]: [T, H]."""
-        return self.down(swiglu(self.gate_up(x)), residual)
+        return self.down(swiglu(self.gate_up(x, counters=counters)), residual, counters)
