@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.tiny_tokenizer import write_tiny_tokenizer
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gapless.batch import segments
 from gapless.models.gguf import hf_folder_from_gguf
 from gapless.models.weights import load_weights
+from tiny_tokenizer import write_tiny_tokenizer
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS, VOCAB = 64, 4, 2, 96, 2, 384
 QUANTS = [gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "Q8_0", "Q4_1")]
