@@ -10,7 +10,7 @@ from gapless.training.metrics import TIMING_FIELDS, read_metrics
 from tiny import write_tiny_model
 from tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 
-_WORDS = "the quick brown fox jumps over a lazy dog and does not mind the rain in Berlin at all".split()
+_WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "does", "not", "mind", "rain", "Berlin")
 
 
 def write_inputs(folder: Path, rows: int = 40) -> Path:
@@ -33,7 +33,7 @@ def make_config(inputs: Path, output: Path, kind: str = "lora", **settings) -> R
     config = RunConfig(
         model=ModelConfig(path=str(inputs / "model"), dtype="fp32" if lora else "bf16", device="cpu"),
         data=DataConfig(train=(str(inputs / "train.jsonl"),), max_length=128, cache_dir=str(inputs / "tokens")),
-        adapter=AdapterConfig(r=4, lora_dropout=0.0) if lora else AdapterConfig(type="none"),
+        adapter=AdapterConfig(r=4, lora_dropout=0.1) if lora else AdapterConfig(type="none"),
         optim=OptimConfig(learning_rate=1e-2 if lora else 1e-3, weight_decay=0.01, warmup_steps=2),
         training=TrainingConfig(
             output_dir=str(output), max_steps=10, gradient_accumulation_steps=2, save_steps=2, save_total_limit=2

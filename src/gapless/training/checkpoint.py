@@ -14,7 +14,6 @@ loadable. Nothing is read before sizes and checksums of all files agree with the
 from __future__ import annotations
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -194,6 +193,7 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], fault: F
     """Write tensors into files of about MAX_FILE_BYTES; only one file's worth is in memory. Returns the index."""
     index: dict = {"format_version": FORMAT_VERSION, "tensors": {}, "files": {}}
     pending: dict[str, Tensor] = {}
+    pending_bytes = 0
 
     def flush() -> None:
         name = f"rank0-{len(index['files']) + 1:05d}.safetensors"
@@ -207,8 +207,10 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], fault: F
 
     for key, value in tensors:
         pending[key] = value.cpu()
-        if sum(math.prod(part.shape) * part.element_size() for part in pending.values()) >= MAX_FILE_BYTES:
+        pending_bytes += value.nbytes
+        if pending_bytes >= MAX_FILE_BYTES:
             flush()
+            pending_bytes = 0
     if pending:
         flush()
     return index
@@ -223,7 +225,7 @@ def _write_bytes(path: Path, data: bytes) -> dict[str, int]:
 
 
 def _json_bytes(value: object) -> bytes:
-    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+    return (json.dumps(value, allow_nan=False) + "\n").encode()
 
 
 def _read_json(path: Path) -> dict:

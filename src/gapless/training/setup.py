@@ -114,18 +114,19 @@ def count_steps(config: RunConfig, loader: Loader) -> int:
 @contextmanager
 def determinism(enabled: bool) -> Generator[None]:
     """Have torch use deterministic algorithms while entered, or complain where an operation has none."""
-    before = torch.are_deterministic_algorithms_enabled()
+    # Not use_deterministic_algorithms, which does the same and imports torch's compiler for two seconds.
+    before = torch.get_deterministic_debug_mode()
     memory = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory  # pyrefly: ignore
     if enabled:
         # What cuBLAS needs for the same bits every time; it reads this when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        torch.set_deterministic_debug_mode("error")
         memory.fill_uninitialized_memory = False  # pyrefly: ignore
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
         memory.fill_uninitialized_memory = fill  # pyrefly: ignore
 
 
