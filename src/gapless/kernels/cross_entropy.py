@@ -36,7 +36,7 @@ def linear_cross_entropy(
             hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if not needs_grad:
-        losses = [_chunk_loss(*chunk, weight)[0] for chunk in _chunks(hidden.detach(), labels, chunk_tokens)]
+        losses = [_chunk_loss(*chunk, weight)[0] for chunk in _chunks(hidden, labels, chunk_tokens)]
         return torch.stack(losses).sum() if losses else hidden.new_zeros((), dtype=torch.float32)
     return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens)
 
@@ -46,17 +46,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int
     ) -> torch.Tensor:
-        total = hidden.new_zeros((), dtype=torch.float32)
+        loss_sum = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         start = 0
         for rows, targets in _chunks(hidden, labels, chunk_tokens):
-            loss, log_sum, logits, kept = _chunk_loss(rows, targets, weight)
-            total += loss
-            # softmax - one_hot, in the logits' own memory; rows that count nothing give zero.
-            grad_logits = logits.sub_(log_sum[:, None]).exp_()
-            grad_logits.scatter_add_(1, _index(targets), torch.full_like(log_sum[:, None], -1))
-            grad_logits = grad_logits.mul_(kept[:, None]).to(weight.dtype)
+            loss, exponentials, total, kept = _chunk_loss(rows, targets, weight)
+            loss_sum += loss
+            # softmax - one_hot, in the memory of the logits; rows that count nothing give zero.
+            grad_logits = exponentials.mul_((kept / total)[:, None])
+            grad_logits.scatter_add_(1, _index(targets), -kept[:, None])
+            grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[start : start + len(rows)])
             if grad_weight is not None:
@@ -64,7 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             start += len(rows)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
-        return total
+        return loss_sum
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -86,12 +86,14 @@ def _chunks(hidden: torch.Tensor, labels: torch.Tensor, chunk_tokens: int) -> li
 def _chunk_loss(
     hidden: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss 0-d, log of the softmax's denominator [M], logits float32 [M, V], which rows count float32 [M]."""
+    """Loss 0-d, exp(logits - maximum) float32 [M, V], their sum [M], 1 for rows that count and 0 for others [M]."""
     logits = torch.mm(hidden, weight.t()).float()
-    log_sum = torch.logsumexp(logits, dim=1)
     kept = (labels != IGNORE).float()
     target = logits.gather(1, _index(labels)).squeeze(1)
-    return ((log_sum - target) * kept).sum(), log_sum, logits, kept
+    maximum = logits.amax(dim=1)
+    exponentials = logits.sub_(maximum[:, None]).exp_()
+    total = exponentials.sum(dim=1)
+    return ((total.log() + maximum - target) * kept).sum(), exponentials, total, kept
 
 
 def _index(labels: torch.Tensor) -> torch.Tensor:
