@@ -1,0 +1,74 @@
+"""What a person sees."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from gapless.training.display import BarDisplay, Clock, PlainDisplay, duration, make_display, short, step_text
+
+METRICS = {
+    "step": 12,
+    "loss": 1.23456,
+    "grad_norm": 0.5123,
+    "learning_rate": 1.98e-4,
+    "tokens_per_second": 312.4,
+    "trained_tokens": 12345,
+    "memory_gib": 1.26,
+}
+
+
+def test_line():
+    assert step_text(METRICS, 192.4) == (
+        "loss 1.2346  grad 0.512  lr 0.000198  312 tokens/s  12.3k trained  1.3 GiB  3:12 left"
+    )
+    assert step_text(METRICS, None).endswith("GiB")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (1000, "1k"), (12345, "12.3k"), (999_600, "1000k"), (4_560_000, "4.56M"), (2e9, "2G")],
+)
+def test_short(count, text):
+    assert short(count) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (7322, "2:02:02")])
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_clock_leaves_out_warm_up_and_pauses(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("gapless.training.display.time.perf_counter", lambda: now[0])
+    clock = Clock(seconds=5.0)
+    clock.resume()
+    assert clock.step(110.0) == 10.0
+    assert clock.step(130.0) == 20.0
+    assert clock.remaining(7) is None  # two steps of warm-up
+    assert clock.step(131.0) == 1.0
+    now[0] = 500.0  # an evaluation
+    clock.resume()
+    assert clock.step(503.0) == 3.0
+    assert clock.remaining(7) == pytest.approx(7 * 2.0)
+    assert clock.seconds == 5 + 10 + 20 + 1 + 3
+
+
+def test_plain_lines_without_a_terminal(capsys):
+    display = make_display()
+    assert isinstance(display, PlainDisplay)
+    display.message("hello [bold]")
+    display.step(METRICS, 200, 5.0)
+    display.close()
+    assert capsys.readouterr().out.splitlines() == ["hello [bold]", f"step 12/200  {step_text(METRICS, 5.0)}"]
+
+
+def test_bar_on_a_terminal():
+    screen = io.StringIO()
+    display = BarDisplay(Console(file=screen, force_terminal=True, width=160))
+    display.message("hello [bold]")
+    display.step(METRICS, 200, 5.0)
+    display.close()
+    assert "hello [bold]" in screen.getvalue()
+    assert "step 12/200" in screen.getvalue()
+    assert step_text(METRICS, 5.0) in screen.getvalue()

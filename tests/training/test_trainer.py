@@ -1,0 +1,408 @@
+"""The trainer: a run from a configuration to its result, what it writes, and what it refuses."""
+
+import math
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import assert_same_outcome, log_without_timing, make_config, outcome, write_inputs
+from torch.nn import functional
+
+from gapless.adapters.lora import adapter_views
+from gapless.adapters.peft import load_adapter
+from gapless.batch import segments
+from gapless.config_file import load_config
+from gapless.data.tokenizer import Tokenizer
+from gapless.models.weights import load_weights
+from gapless.training.callbacks import Callback
+from gapless.training.checkpoint import CheckpointError, list_checkpoints, open_newest
+from gapless.training.metrics import TIMING_FIELDS, read_metrics
+from gapless.training.run_folder import open_run_folder
+from gapless.training.trainer import NonFiniteLossError, Trainer, train
+from tiny import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def cross_entropy(logits, labels):
+    return functional.cross_entropy(logits, labels.long(), reduction="sum")
+
+
+class Poison:
+    """A loss that is not finite in one of its calls."""
+
+    def __init__(self, call: int, value: float = float("nan")) -> None:
+        self.call, self.value, self.calls = call, value, 0
+
+    def __call__(self, logits, labels):
+        self.calls += 1
+        loss = cross_entropy(logits, labels)
+        return loss * self.value if self.calls == self.call else loss
+
+
+class Record(Callback):
+    """Notes what it is called for, in order."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.calls = []
+        self.stop_at = stop_at
+
+    def on_train_begin(self, trainer):
+        self.calls.append(("begin", trainer.step, trainer.total_steps, trainer.model.config.layers))
+
+    def on_step_end(self, trainer, metrics):
+        self.calls.append(("step", metrics["step"]))
+        if metrics["step"] == self.stop_at:
+            trainer.stop()
+
+    def on_evaluate(self, trainer, metrics):
+        self.calls.append(("evaluate", metrics["step"]))
+
+    def on_save(self, trainer, folder):
+        self.calls.append(("save", folder.name))
+
+    def on_train_end(self, trainer, result):
+        self.calls.append(("end", result.step))
+
+
+def test_a_run_learns_and_logs(inputs, tmp_path, capsys):
+    config = make_config(inputs, tmp_path, eval=(str(inputs / "eval.jsonl"),), eval_steps=4, max_steps=10)
+    result = train(config)
+    assert (result.step, result.finished, result.output_dir) == (10, True, tmp_path)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 4, 8, 10]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 11))
+    assert result.eval_loss == lines[-1]["eval_loss"] < lines[0]["eval_loss"] - 0.5
+    counts = [line["trained_tokens"] for line in steps]
+    shares = [after - before for before, after in zip([0, *counts], counts, strict=False)]
+    expected = sum(line["loss"] * share for line, share in zip(steps, shares, strict=True)) / counts[-1]
+    assert result.train_loss == pytest.approx(expected, rel=1e-12)
+    assert [line["learning_rate"] for line in steps][:3] == [0.0, 0.005, 0.01]
+    assert all(line[name] > 0 for line in steps for name in TIMING_FIELDS)
+    assert load_config(tmp_path / "config.toml") == config
+    assert (tmp_path / "loss.svg").read_text().startswith("<svg")
+    shown = capsys.readouterr().out
+    assert f"step 10/10  loss {steps[-1]['loss']:.4f}" in shown
+    assert "tokens/s" in shown
+    assert " left" in shown
+
+
+def test_the_logged_loss_does_not_depend_on_the_cut(inputs, tmp_path):
+    logs = []
+    for rows, accumulation in ((4, 1), (2, 2), (1, 4)):
+        output = tmp_path / str(rows)
+        train(
+            make_config(
+                inputs, output, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation, max_steps=4
+            )
+        )
+        logs.append(log_without_timing(output))
+    for log in logs[1:]:
+        for line, expected in zip(log, logs[0], strict=True):
+            assert line == pytest.approx(expected, rel=1e-5)
+
+
+def test_lora_result_is_the_adapter_that_was_trained(inputs, tmp_path):
+    trainer = Trainer(make_config(inputs, tmp_path, max_steps=2))
+    assert trainer.train().result_dir == tmp_path / "adapter"
+    model = load_weights(inputs / "model")
+    load_adapter(model, tmp_path / "adapter")
+    trained = {view.name: view.read(view.parameter) for view in adapter_views(trainer.model)}
+    loaded = {view.name: view.read(view.parameter) for view in adapter_views(model)}
+    assert trained.keys() == loaded.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in trained.items())
+    assert any(value.any() for name, value in trained.items() if "lora_B" in name)
+
+
+def test_full_result_is_the_model_that_was_trained(inputs, tmp_path):
+    trainer = Trainer(make_config(inputs, tmp_path, "full", max_steps=3, save_steps=None))
+    assert trainer.train().result_dir == tmp_path / "model"
+    model = load_weights(tmp_path / "model", dtype=torch.bfloat16)
+    for (name, trained), (_, loaded) in zip(trainer.model.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(trained, loaded), name
+    checkpoint = open_newest(tmp_path / "checkpoints")
+    kinds = {name.split("/")[0] for name in checkpoint.shapes()}
+    assert kinds == {"weight", "master", "exp_avg", "exp_avg_sq"}
+    assert checkpoint.shapes()["exp_avg/model.layers.1.self_attn.k_proj.weight"] == (16, 48)
+    for file in Tokenizer.from_folder(inputs / "model").files:
+        assert (tmp_path / "model" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_evaluation_equals_an_evaluation_of_the_result(inputs, tmp_path):
+    trainer = Trainer(make_config(inputs, tmp_path, eval=(str(inputs / "eval.jsonl"),), per_device_eval_batch_size=3))
+    result = trainer.train()
+    # One document a batch, by a loss of our own.
+    store, losses, count = trainer._eval_store, 0.0, 0
+    trainer.model.eval()
+    for index in range(len(store)):
+        document = store.document(index)
+        with torch.no_grad():
+            tokens = torch.from_numpy(document.tokens).int()
+            logits = trainer.model.logits(trainer.model(tokens, segments([len(tokens)])))
+        targets = tokens[1:].long()[document.trained[1:]]
+        losses += functional.cross_entropy(logits[:-1][document.trained[1:]], targets, reduction="sum").item()
+        count += len(targets)
+    assert result.eval_loss == pytest.approx(losses / count, rel=1e-5)
+
+
+# ---- a script's own loss and callbacks ----
+
+
+def test_a_custom_loss_and_a_callback(inputs, tmp_path):
+    plain = tmp_path / "plain"
+    train(make_config(inputs, plain, max_steps=5))
+    record = Record()
+    config = make_config(inputs, tmp_path / "own", max_steps=5, eval=(str(inputs / "eval.jsonl"),))
+    Trainer(config, loss_fn=cross_entropy, callbacks=[record]).train()
+    assert record.calls == [
+        ("begin", 0, 5, 2), ("evaluate", 0), ("step", 1), ("step", 2), ("save", "step-000002"), ("step", 3),
+        ("step", 4), ("save", "step-000004"), ("step", 5), ("evaluate", 5), ("save", "step-000005"), ("end", 5),
+    ]  # fmt: skip
+    own = [line for line in log_without_timing(tmp_path / "own") if "loss" in line]
+    for line, expected in zip(own, log_without_timing(plain), strict=True):
+        assert line == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_callback_stops_the_run(inputs, tmp_path):
+    record = Record(stop_at=3)
+    config = make_config(inputs, tmp_path, save_steps=None, eval=(str(inputs / "eval.jsonl"),))
+    result = Trainer(config, callbacks=[record]).train()
+    assert (result.step, result.finished, result.result_dir) == (4, False, tmp_path / "adapter")
+    assert record.calls[-3:] == [("evaluate", 4), ("save", "step-000004"), ("end", 4)]
+    assert train(config).step == 10  # the same command goes on
+
+
+# ---- length ----
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(1.0, 1.0), (2.0, 2.0), (0.5, 0.5), (1.5, 1.5)])
+def test_epochs(inputs, tmp_path, epochs, expected):
+    config = make_config(inputs, tmp_path, max_steps=None, num_train_epochs=epochs, save_steps=None)
+    trainer = Trainer(config)
+    trainer.train()
+    steps = [trainer._loader.steps_per_epoch(epoch) for epoch in range(2)]
+    whole = sum(steps[: int(epochs)])
+    assert trainer.total_steps == whole + math.ceil((epochs % 1) * steps[int(epochs) % 2])
+    last = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert last["step"] == trainer.total_steps
+    assert expected <= last["epoch"] < expected + 1 / min(steps)
+
+
+def test_every_row_is_trained_once_in_an_epoch(inputs, tmp_path):
+    trainer = Trainer(make_config(inputs, tmp_path, max_steps=None, num_train_epochs=1.0))
+    trainer.train()
+    store = trainer._loader._store
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["trained_tokens"] == store.trained.sum()
+
+
+def test_logging_steps(inputs, tmp_path):
+    train(make_config(inputs, tmp_path, logging_steps=4))
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [4, 8, 10]
+
+
+# ---- bad steps ----
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_non_finite_loss_stops_the_run_and_touches_nothing(inputs, tmp_path, value):
+    loss_fn = Poison(2 * 4 - 1, value)  # the first micro-batch of step 4
+    trainer = Trainer(make_config(inputs, tmp_path, save_steps=3), loss_fn=loss_fn)
+    with pytest.raises(NonFiniteLossError) as error:
+        trainer.train()
+    message = str(error.value)
+    assert "\n" not in message
+    assert "step 4: the loss is " in message
+    assert f"the last good checkpoint is {tmp_path / 'checkpoints' / 'step-000003'}" in message
+    assert "train.jsonl:" in message
+    assert loss_fn.calls == 2 * 5  # step 5 had begun, and changed nothing
+    saved = dict(open_newest(tmp_path / "checkpoints").tensors())
+    now = dict(trainer.optimizer.tensors())
+    assert saved.keys() == now.keys()
+    assert all(torch.equal(now[name], value) for name, value in saved.items())
+    assert int(trainer.optimizer.step_count) == 3
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
+
+
+def test_a_bad_step_is_never_saved(inputs, tmp_path):
+    with pytest.raises(NonFiniteLossError, match="step 2: .*no checkpoint yet"):
+        Trainer(make_config(inputs, tmp_path, save_steps=2), loss_fn=Poison(4)).train()
+    assert not list_checkpoints(tmp_path / "checkpoints")
+
+
+# ---- going on ----
+
+
+def test_a_finished_run_is_left_as_it_is(inputs, tmp_path, capsys):
+    config = make_config(inputs, tmp_path)
+    first = train(config)
+    before = outcome(tmp_path)
+    assert train(config) == first
+    assert_same_outcome(outcome(tmp_path), before)
+    assert before["checkpoints"] == ["step-000008", "step-000010"]
+    assert "going on from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"learning_rate": 5e-4}, r"optim.learning_rate = 0.01, now it is 0.0005"),
+        ({"r": 8}, r"adapter.r = 4, now it is 8"),
+        ({"max_length": 64}, r"data.max_length = 128, now it is 64"),
+        ({"dtype": "bf16"}, r"model.dtype = 'fp32', now it is 'bf16'"),
+        ({"seed": 1}, r"training.seed = 42, now it is 1"),
+        ({"gradient_accumulation_steps": 1}, r"gradient_accumulation_steps = 2, now it is 1"),
+        ({"target_modules": ("q_proj",)}, r"adapter.target_modules = \['all-linear'\], now it is \['q_proj'\]"),
+        ({"max_steps": 12}, "a run of 4 steps, now there are 12"),
+        ({"resume": "never"}, "has step-000004 and training.resume is never"),
+    ],
+)
+def test_another_run_s_folder_is_refused(inputs, finished, settings, words):
+    with pytest.raises(ValueError, match=words):
+        train(make_config(inputs, finished, **{"max_steps": 4, **settings}))
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory):
+    """A finished run of 4 steps."""
+    output = tmp_path_factory.mktemp("finished")
+    train(make_config(inputs, output, max_steps=4))
+    return output
+
+
+def test_settings_that_change_no_number_may_change(inputs, finished):
+    train(make_config(inputs, finished, max_steps=4, save_steps=None, logging_steps=3, save_total_limit=None))
+
+
+def test_other_rows_are_refused(inputs, finished, tmp_path):
+    rows = (inputs / "train.jsonl").read_text().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join(rows[1:]) + "\n")
+    with pytest.raises(ValueError, match="other training data"):
+        train(make_config(inputs, finished, max_steps=4, train=(str(tmp_path / "train.jsonl"),)))
+
+
+def test_another_base_model_is_refused(inputs, finished, tmp_path):
+    config = make_config(inputs, finished, max_steps=4)
+    (tmp_path / "model").symlink_to(inputs / "model")
+    train(replace(config, model=replace(config.model, path=str(tmp_path / "model"))))  # the same weights elsewhere
+    write_tiny_model(tmp_path / "other", vocab_size=384, num_hidden_layers=2, seed=1)
+    Tokenizer.from_folder(inputs / "model").save(tmp_path / "other")
+    with pytest.raises(ValueError, match="other is not the one this run began with"):
+        train(replace(config, model=replace(config.model, path=str(tmp_path / "other"))))
+
+
+def test_a_constant_rate_may_run_on(inputs, tmp_path):
+    settings = {"lr_scheduler_type": "constant", "save_total_limit": None}
+    train(make_config(inputs, tmp_path / "straight", **settings))
+    train(make_config(inputs, tmp_path / "longer", max_steps=4, **settings))
+    train(make_config(inputs, tmp_path / "longer", max_steps=10, **settings))
+    assert_same_outcome(outcome(tmp_path / "longer"), outcome(tmp_path / "straight"))
+
+
+def test_a_damaged_checkpoint_is_refused(inputs, tmp_path):
+    config = make_config(inputs, tmp_path, max_steps=4)
+    train(config)
+    expected = outcome(tmp_path, 4)
+    newest = tmp_path / "checkpoints" / "step-000004"
+    with (newest / "rank0-00001.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(CheckpointError, match=f"delete {newest} to go on from step-000002"):
+        train(config)
+    for path in newest.iterdir():
+        path.unlink()
+    newest.rmdir()
+    train(config)
+    assert_same_outcome(outcome(tmp_path, 4), expected)
+
+
+# ---- the folder ----
+
+
+def test_a_folder_in_use_is_refused(inputs, tmp_path):
+    config = make_config(inputs, tmp_path)
+    with open_run_folder(config), pytest.raises(ValueError, match="another process is training"):
+        train(config)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(inputs, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write .*file/run: Not a directory"):
+        train(make_config(inputs, tmp_path / "file" / "run"))
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(inputs, tmp_path):
+    write_tiny_model(tmp_path / "model", vocab_size=300)
+    Tokenizer.from_folder(inputs / "model").save(tmp_path / "model")
+    config = make_config(inputs, tmp_path / "run")
+    with pytest.raises(ValueError, match="384 tokens, the model embeds 300"):
+        train(replace(config, model=replace(config.model, path=str(tmp_path / "model"))))
+
+
+# ---- samples, TensorBoard, wandb ----
+
+
+def test_samples_are_the_answers_of_the_model(inputs, tmp_path):
+    config = make_config(
+        inputs, tmp_path, sample_prompts=("hello\nthere", "what?"), sample_tokens=5, eval_steps=2, max_steps=4
+    )
+    train(config)
+    text = (tmp_path / "samples.md").read_text()
+    headings = [line for line in text.splitlines() if line.startswith("## ")]
+    assert headings == ["## Step 0", "## Step 2", "## Step 4"]
+    assert text.count("**hello there**") == text.count("**what?**") == 3
+    train(config)
+    assert (tmp_path / "samples.md").read_text() == text
+
+
+def test_tensorboard_has_the_lines_of_the_log(inputs, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = make_config(inputs, tmp_path, max_steps=3, report_to=("tensorboard",), eval=(str(inputs / "eval.jsonl"),))
+    train(config)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    for tag, name in (("train/loss", "loss"), ("eval/loss", "eval_loss"), ("train/learning_rate", "learning_rate")):
+        found = [(event.step, event.value) for event in events.Scalars(tag)]
+        assert found == [(line["step"], pytest.approx(line[name])) for line in lines if name in line]
+
+
+class FakeWandb:
+    """Records what a run logs."""
+
+    def __init__(self) -> None:
+        self.opened, self.logged, self.finished = [], [], 0
+
+    def init(self, **settings):
+        self.opened.append(settings)
+        return SimpleNamespace(id="run-7", log=self.log, finish=self.finish)
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_wandb_gets_the_lines_and_goes_on_in_the_same_run(inputs, tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = make_config(inputs, tmp_path, max_steps=4, report_to=("wandb",))
+    Trainer(config, callbacks=[Record(stop_at=1)]).train()
+    train(config)
+    assert [step for step, _ in fake.logged] == [1, 2, 3, 4]
+    assert fake.logged[0][1]["train/loss"] == read_metrics(tmp_path / "metrics.jsonl")[0]["loss"]
+    assert [(settings["id"], settings["resume"]) for settings in fake.opened] == [(None, None), ("run-7", "allow")]
+    assert fake.opened[0]["config"]["optim"]["learning_rate"] == 1e-2
+    assert fake.finished == 2
+
+
+def test_wandb_that_is_not_installed_is_refused(inputs, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="wandb.* not installed"):
+        train(make_config(inputs, tmp_path, report_to=("wandb",)))
