@@ -118,6 +118,13 @@ def test_steps_do_not_depend_on_how_rows_are_cut(store):
             assert total == whole[number].num_trained
 
 
+def test_micro_batches_take_turns_among_ranks(store):
+    for rank in range(3):
+        step = take(make(store, rows=2, accumulation=2, rank=rank, world_size=3), 2)[1]
+        ids = [batch.row_ids for batch in step.micro_batches]
+        assert ids == [(12 + 2 * rank, 13 + 2 * rank), (18 + 2 * rank, 19 + 2 * rank)]
+
+
 def test_scalars_of_a_step(store):
     for number, step in enumerate(take(make(store), 40)):
         assert step.step == number
@@ -146,11 +153,18 @@ def test_resume_is_exact(store, stop):
     end = make(store).steps_per_epoch(0)
     stop = {"end": end, "end + 1": end + 1}.get(stop, stop)
     straight = take(make(store), stop + end + 3)
-    first = make(store)
-    for _ in range(stop):
+    built = threading.Semaphore(0)
+
+    def learning_rate(step):
+        built.release()
+        return 0.5**step
+
+    first = make(store, prefetch=3, learning_rate=learning_rate)
+    for number in range(stop):
         first.next_step()
+        # Steps are built ahead by now; they are not part of the state.
+        assert all(built.acquire(timeout=10) for _ in range(1 if number else 4))
     state = json.loads(json.dumps(first.state_dict()))
-    # What was built ahead is not part of the state.
     first.close()
     second = make(store, prefetch=4)
     second.load_state_dict(state)

@@ -207,6 +207,7 @@ class Loader:
         num_trained = int(
             self._store.trained[plan.documents[plan.bounds[first] : plan.bounds[end]]].sum(dtype=np.int64)
         )
+        learning_rate = self._learning_rate(position.step)
         rows = [self._micro_rows(first, micro, len(plan)) for micro in range(self._accumulation)]
         batches = [
             build_batch(
@@ -214,7 +215,7 @@ class Loader:
                 [[self._store.document(int(document)) for document in plan.row(row)] for row in micro],
                 row_ids=list(micro),
                 step_trained=num_trained,
-                learning_rate=self._learning_rate(position.step),
+                learning_rate=learning_rate,
                 step=position.step,
                 seed=self._seed,
             )
