@@ -3,9 +3,9 @@
 import ast
 import graphlib
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -137,9 +137,12 @@ print(json.dumps(found))
     [(["-c", "import gapless"], 0.2), (["-m", "gapless", "--help"], 0.5), (["-m", "gapless", "train", "--help"], 0.5)],
 )
 def test_start_time(arguments, limit):
-    def seconds() -> float:
-        start = time.perf_counter()
-        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
-        return time.perf_counter() - start
+    """Processor seconds, best of three: the wall clock of an idle machine, but steady on a busy one."""
 
-    assert any(seconds() < limit for _ in range(5))  # the machine may be busy
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < limit

@@ -91,7 +91,11 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "run-file-is-folder": ("train model", nothing, "model: is a folder; name the run file in it"),
     "unknown-option": (f"{TRAIN} --optim.lerning_rate 1", nothing, "Perhaps you meant: --optim.learning_rate FLOAT"),
     # the run file
-    "unknown-key": (TRAIN, lambda: replace(P("run.toml"), "r = 4", "rank = 4"), "rank: unknown key"),
+    "unknown-key": (
+        TRAIN,
+        lambda: replace(P("run.toml"), "r = 4", "lora_rnk = 4"),
+        "lora_rnk: unknown key; perhaps you meant adapter.r",
+    ),
     "wrong-type": (TRAIN, lambda: replace(P("run.toml"), "r = 4", 'r = "4"'), "r: must be an integer"),
     "out-of-range": (TRAIN, lambda: replace(P("run.toml"), "r = 4", "r = 0"), "adapter.r: must be at least 1, not 0"),
     "required": (TRAIN, lambda: replace(P("run.toml"), 'train = "train.jsonl"', ""), "data.train: is missing"),
@@ -133,36 +137,56 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     ),
     # the model
     "model-missing": (f"{TRAIN} --model.path modle", nothing, "modle: no such file or folder"),
-    "config-missing": (TRAIN, lambda: CONFIG.unlink(), "config.json"),
-    "config-corrupt": (TRAIN, lambda: truncate(CONFIG), "config.json"),
+    "config-missing": (TRAIN, lambda: CONFIG.unlink(), "model/config.json: No such file"),
+    "config-corrupt": (TRAIN, lambda: truncate(CONFIG), "model/config.json is not JSON"),
     "architecture": (
         TRAIN,
         lambda: edit_json(CONFIG, model_type="mamba", architectures=["MambaForCausalLM"]),
         "architecture MambaForCausalLM is not supported",
     ),
-    "family": (TRAIN, lambda: edit_json(CONFIG, model_type="mamba", architectures=None), "architecture mamba is not supported"),
+    "family": (
+        TRAIN,
+        lambda: edit_json(CONFIG, model_type="mamba", architectures=None),
+        "architecture mamba is not supported",
+    ),
     "field-unknown": (TRAIN, lambda: edit_json(CONFIG, logit_cap=30.0), "logit_cap = 30.0"),
-    "head-counts": (TRAIN, lambda: edit_json(CONFIG, num_key_value_heads=4), "4"),
+    "head-counts": (TRAIN, lambda: edit_json(CONFIG, num_key_value_heads=4), "4 key-value heads do not divide 6"),
     "tokenizer-missing": (TRAIN, lambda: (MODEL / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "tokenizer-corrupt": (TRAIN, lambda: truncate(MODEL / "tokenizer.json"), "tokenizer.json is not a tokenizer"),
-    "weights-missing": (TRAIN, lambda: (MODEL / "model.safetensors").unlink(), "model.safetensors"),
-    "weights-truncated": (TRAIN, lambda: truncate(MODEL / "model.safetensors"), "model.safetensors"),
+    "weights-missing": (TRAIN, lambda: (MODEL / "model.safetensors").unlink(), "model.safetensors does not exist"),
+    "weights-truncated": (TRAIN, lambda: truncate(MODEL / "model.safetensors"), "model.safetensors is truncated"),
     "weights-of-another-shape": (TRAIN, lambda: edit_json(CONFIG, intermediate_size=64), "config.json says [48, 64]"),
-    "weights-of-more-layers": (TRAIN, lambda: edit_json(CONFIG, num_hidden_layers=2), "model.layers.1."),
+    "weights-of-more-layers": (
+        TRAIN,
+        lambda: edit_json(CONFIG, num_hidden_layers=2),
+        "16 weights are missing: model.layers.1.",
+    ),
     # what is trained
     "target-unknown": (f"{TRAIN} --adapter.target_modules q_prj", nothing, "this model has no q_prj to adapt"),
     "rank-too-large": (f"{TRAIN} --adapter.r 4096", nothing, "r = 4096 exceeds the smaller side"),
     "module-to-save": (f"{TRAIN} --adapter.modules_to_save norm", nothing, "modules_to_save: norm is not possible"),
     "warm-up-too-long": (f"{TRAIN} --optim.warmup_steps 9", nothing, "9 steps of warm-up"),
     # the run folder
-    "output-under-a-file": (f"{TRAIN} --training.output_dir run.toml/run", nothing, "run.toml"),
-    "output-is-a-file": (f"{TRAIN} --training.output_dir run.toml", nothing, "run.toml"),
+    "output-under-a-file": (f"{TRAIN} --training.output_dir run.toml/run", nothing, "run.toml/run: Not a directory"),
+    "output-is-a-file": (f"{TRAIN} --training.output_dir run.toml", nothing, "run.toml: Not a directory"),
     "resume-never": (f"{DONE} --training.resume never", nothing, "training.resume is never"),
-    "resume-other-seed": (f"{DONE} --training.seed 1", nothing, "training.seed"),
-    "resume-other-length": (f"{DONE} --training.max_steps 2 --optim.lr_scheduler_type linear", nothing, "linear"),
-    "resume-other-data": (DONE, lambda: rows(P("train.jsonl"), [CHAT] * 4), "data"),
-    "checkpoint-truncated": (DONE, lambda: truncate(STEP / "rank0-00001.safetensors"), "rank0-00001.safetensors"),
-    "checkpoint-of-the-future": (DONE, lambda: edit_json(STEP / "index.json", format_version=99), "99"),
+    "resume-other-seed": (f"{DONE} --training.seed 1", nothing, "a run with training.seed = 42, now it is 1"),
+    "resume-other-schedule": (
+        f"{DONE} --optim.lr_scheduler_type linear",
+        nothing,
+        "optim.lr_scheduler_type = 'cosine'",
+    ),
+    "resume-other-data": (DONE, lambda: rows(P("train.jsonl"), [CHAT] * 4), "made with other training data"),
+    "checkpoint-truncated": (
+        DONE,
+        lambda: truncate(STEP / "rank0-00001.safetensors"),
+        "rank0-00001.safetensors is damaged",
+    ),
+    "checkpoint-of-the-future": (
+        DONE,
+        lambda: edit_json(STEP / "index.json", format_version=99),
+        "has format_version 99",
+    ),
     # generate
     "generate-missing": ("generate modle --prompt a", nothing, "modle: no such folder"),
     "generate-no-prompt": ("generate model", nothing, "give either --prompt (any number of times) or --file"),
@@ -177,31 +201,35 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "generate-top-p": (f"{ASK} --top-p 0", nothing, "top_p must be above 0 and at most 1"),
     "generate-tokens": (f"{ASK} --max-new-tokens 0", nothing, "max_new_tokens must be at least 1, not 0"),
     "generate-adapter": (f"{ASK} --adapter model", nothing, "adapter_config.json is missing"),
-    "generate-not-a-model": ("generate done/checkpoints --prompt a", nothing, "done/checkpoints"),
+    "generate-not-a-model": (
+        "generate done/checkpoints --prompt a",
+        nothing,
+        "done/checkpoints is no model, adapter or run",
+    ),
     "adapter-truncated": (
         "generate done/adapter --prompt a",
         lambda: truncate(P("done/adapter/adapter_model.safetensors")),
-        "adapter_model.safetensors",
+        "adapter_model.safetensors is not a whole safetensors file",
     ),
     "adapter-of-another-kind": (
         f"{ASK} --adapter done/adapter",
         lambda: edit_json(P("done/adapter/adapter_config.json"), use_dora=True),
-        "use_dora",
+        "not supported: use_dora = True",
     ),
     # export
     "export-missing": ("export nothing --to merged --out out", nothing, "nothing: no such folder"),
     "export-kind": ("export done --to gguf --out out", nothing, "Expected one of ('merged', 'adapter')"),
-    "export-no-target": ("export done --to merged", nothing, "--out"),
-    "export-not-empty": ("export done --to merged --out model", nothing, "model"),
-    "export-to-a-file": ("export done --to merged --out run.toml", nothing, "run.toml"),
-    "export-no-adapter": ("export model --to adapter --out out", nothing, "adapter"),
+    "export-no-target": ("export done --to merged", nothing, "Missing from gapless export: --out STR"),
+    "export-not-empty": ("export done --to merged --out model", nothing, "model is not empty"),
+    "export-to-a-file": ("export done --to merged --out run.toml", nothing, "run.toml is not empty"),
+    "export-no-adapter": ("export model --to adapter --out out", nothing, "model has no adapter"),
 }
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file but those of a run that was begun, and the cache of tokenised rows."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path): path.read_bytes() for path in files if path.parts[0] != "run" and "tokens" not in path.parts}
+    """Every file but those of a run that was begun, the cache of tokenised rows and the resolved run file."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parts[0] != "run"]
+    return {str(path): path.read_bytes() for path in files if not {"tokens", "config.toml"} & set(path.parts)}
 
 
 @pytest.mark.parametrize("name", CASES)

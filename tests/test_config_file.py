@@ -1,7 +1,9 @@
 """Run files: what is accepted, what is refused, and that a configuration survives being written."""
 
 import dataclasses
+import io
 import os
+import sys
 import tomllib
 import typing
 from pathlib import Path
@@ -229,11 +231,14 @@ def test_an_override_can_give_what_the_file_lacks(tmp_path):
         (["--data.no-packing", "--data.packing-window", "4096"], "data.packing_window: has no effect"),
     ],
 )
-def test_refused_overrides(tmp_path, tokens, fragment):
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_refused_overrides(tmp_path, monkeypatch, tokens, fragment, encoding):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
     with pytest.raises(ValueError, match=r"\w") as error:
         load_config(write(tmp_path, MINIMAL), tokens)
     assert fragment in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+    assert not [mark for mark in ("│", "─", "----", "Required options") if mark in str(error.value)]
 
 
 def test_check_config_refuses_what_a_file_could_not_hold(tmp_path):

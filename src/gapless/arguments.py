@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import re
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -38,12 +37,20 @@ def parse_options(kind: type[T], args: Sequence[str], *, prog: str, default: T |
 
 
 def _one_line(box: str) -> str:
-    """Tyro's boxed message without the frame and without the help texts of the options it names."""
-    lines = [re.sub(r"[│]", "", line).strip() for line in box.splitlines() if not line.startswith(("╭", "╰"))]
-    paragraphs = [list(group) for rule, group in itertools.groupby(lines, lambda line: set(line) == {"─"}) if not rule]
-    message = " ".join(line for line in paragraphs[0] if line) if paragraphs else box
+    """Tyro's boxed message without title and frame, and without the help texts of the options it names.
+
+    The frame is drawn with spaces and hyphens where stdout is not UTF-8.
+    """
+    lines = [line.strip(" │") for line in box.splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("╭", "╰"))]
+    paragraphs = [
+        list(group) for rule, group in itertools.groupby(lines, lambda line: set(line) <= {"─", "-"}) if not rule
+    ]
+    if not box.startswith("╭"):
+        paragraphs = paragraphs[1:]
+    message = " ".join(paragraphs[0])
     for heading, *rest in paragraphs[1:]:
         options = [line for line in rest if line.startswith("--")]
-        if options and not heading.startswith("Argument helptext"):
+        if options and heading != "Argument helptext:":
             message = f"{message.rstrip('.')}. {heading} {', '.join(options)}"
     return message

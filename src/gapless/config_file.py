@@ -59,6 +59,7 @@ ALIASES: dict[str, str] = {
     "sample_packing": "data.packing",
     "lora_r": "adapter.r",
     "lora_rank": "adapter.r",
+    "rank": "adapter.r",
     "lora_target_modules": "adapter.target_modules",
     "lora_target": "adapter.target_modules",
     "lora_modules_to_save": "adapter.modules_to_save",
