@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from tiny import write_tiny_model
-from tiny_tokenizer import write_tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from gapless.batch import segments
 from gapless.data.tokenizer import Tokenizer
 from gapless.inference.generate import generate
 from gapless.models.weights import load_weights
+from tiny import write_tiny_model
+from tiny_tokenizer import write_tiny_tokenizer
 
 VOCAB = 384
 LENGTHS = (5, 1, 17, 9, 2, 30, 11)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from gapless.batch import DropoutCounters
 from gapless.config import AdapterConfig
@@ -128,7 +127,7 @@ class LoraLinear(Linear):
         """The effective weight W + scale * B A, [out, in] in the base's dtype."""
         base = self.base.dequantize()
         update = self.placed_b(torch.float32) @ self.lora_a
-        return base.float().add_(update, alpha=self.scale).to(base.dtype)
+        return base.float().add(update, alpha=self.scale).to(base.dtype)
 
     def shard(self, dim: int, rank: int, world: int) -> LoraLinear:
         """See `Linear.shard`. With dim 0 B is cut like its part and A copied, with dim 1 A is cut and B copied.
@@ -168,9 +167,8 @@ class _PlaceParts(torch.autograd.Function):
         return placed
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        blocks = ctx.layer.blocks(grad)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        blocks = ctx.layer.blocks(*grads)
         return None, None, *(block.to(torch.float32).reshape(-1, ctx.layer.r) for block in blocks)
 
 
@@ -286,11 +284,13 @@ def saved_modules(model: Decoder) -> list[str]:
 
 def _linears(model: Decoder) -> list[tuple[str, int, str, Linear, str]]:
     """Of every linear layer: decoder layer, place in it, path in it, the layer, and its holder's name on disk."""
-    return [
-        (index, site, path, layer.get_submodule(path), holder)
-        for index, layer in model.layers.items()
-        for site, (path, holder) in enumerate(_LINEARS.items())
-    ]
+    found = []
+    for index, layer in model.layers.items():
+        for site, (path, holder) in enumerate(_LINEARS.items()):
+            linear = layer.get_submodule(path)
+            assert isinstance(linear, Linear)
+            found.append((index, site, path, linear, holder))
+    return found
 
 
 def _module_name(index: str, holder: str, part: Part) -> str:

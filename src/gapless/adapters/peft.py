@@ -130,7 +130,7 @@ def save_adapter(model: Decoder, config: AdapterConfig, folder: str | Path, base
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {view.name: view.read(view.parameter).cpu() for view in _file_views(model)}
+    tensors = {view.name: view.read(view.parameter).cpu() for view in file_views(model)}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     fields = {
         "auto_mapping": None,
@@ -155,7 +155,7 @@ def save_adapter(model: Decoder, config: AdapterConfig, folder: str | Path, base
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _file_views(model: Decoder) -> Iterator[TensorView]:
+def file_views(model: Decoder) -> Iterator[TensorView]:
     """`adapter_views` as the file has them: a tied weight that is trained under both its names, as PEFT expects."""
     yield from adapter_views(model)
     if model.config.tied and saved_modules(model):
@@ -192,14 +192,15 @@ def load_adapter(model: Decoder, folder: str | Path) -> AdapterConfig:
             _load(model, file, tensors, path)
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-    return replace(file.config, target_modules=tuple(_target_names(model)))
+    saved = tuple(saved_modules(model))
+    return replace(file.config, target_modules=tuple(_target_names(model)), modules_to_save=saved)
 
 
 def _load(model: Decoder, file: AdapterFile, tensors: Any, path: Path) -> None:
     stored = set(tensors.keys())
     _check_tied(model, tensors, stored, path)
     apply_to_modules(model, file.config, _targets(model, file.targets))
-    views = {view.name: view for view in _file_views(model)}
+    views = {view.name: view for view in file_views(model)}
     if missing := sorted(views.keys() - stored):
         raise ValueError(f"{path} lacks {len(missing)} tensors that {CONFIG_FILE} promises, for one {missing[0]}")
     if unexpected := sorted(stored - views.keys()):

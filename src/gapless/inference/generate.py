@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -133,12 +133,11 @@ class _Decoding:
 
     def _forward(self, cache: KVCache, spans: Sequence[int], tokens: Sequence[list[int]]) -> None:
         """Feeds tokens to the sequences in `spans` and chooses the next token of each."""
-        device = self.model.embed.weight.device
         counts = [len(part) for part in tokens]
         queries = cache.extend(spans, counts)
-        flat = torch.tensor([token for part in tokens for token in part], dtype=torch.int32, device=device)
+        flat = torch.tensor([token for part in tokens for token in part], dtype=torch.int32, device=cache.device)
         hidden = self.model(flat, queries, cache)
-        last = torch.tensor(counts, device=device).cumsum(0) - 1
+        last = torch.tensor(counts, device=cache.device).cumsum(0) - 1
         sequences = [self.active[span] for span in spans]
         chosen = self.sampler(self.model.logits(hidden[last]), [sequence.index for sequence in sequences])
         for sequence, token in zip(sequences, chosen, strict=True):
@@ -172,6 +171,7 @@ def new_cache(model: Decoder, *, sequences: int, capacity: int) -> KVCache:
         sequences: most sequences at a time.
         capacity: most tokens of a sequence.
     """
+    assert model.embed is not None
     config, weight = model.config, model.embed.weight
     return KVCache(
         layers=config.layers,
@@ -185,7 +185,7 @@ def new_cache(model: Decoder, *, sequences: int, capacity: int) -> KVCache:
 
 
 @contextmanager
-def _evaluating(model: Decoder) -> Iterator[None]:
+def _evaluating(model: Decoder) -> Generator[None]:
     training = model.training
     model.eval()
     try:

@@ -54,7 +54,7 @@ class KVCache:
         self._values = [
             torch.zeros(slots, kv_heads, v_head_dim or head_dim, dtype=dtype, device=device) for _ in range(layers)
         ]
-        self._device = device
+        self.device = device
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._segments: Segments | None = None
 
@@ -104,14 +104,14 @@ class KVCache:
                 raise ValueError(f"{self.lengths[span] + count} tokens exceed the cache's capacity of {self.capacity}")
             self.lengths[span] += count
         starts = [span * self.capacity for span in spans]
-        queries = segments(counts, offsets=offsets, device=self._device)
+        queries = segments(counts, offsets=offsets, device=self.device)
         self._segments = segments(
             [self.lengths[span] for span in spans],
             starts=starts,
             tokens=self.sequences * self.capacity,
-            device=self._device,
+            device=self.device,
         )
-        shift = torch.tensor(starts, device=self._device).repeat_interleave(torch.tensor(counts, device=self._device))
+        shift = torch.tensor(starts, device=self.device).repeat_interleave(torch.tensor(counts, device=self.device))
         self._slots = queries.positions + shift
         return queries
 

@@ -6,14 +6,15 @@ a part, and B is zero outside its part's rows and columns, so that a fused layer
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 class _LoraUpdate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
+        ctx: Any, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
     ) -> torch.Tensor:
         inner = x @ a.t()
         ctx.save_for_backward(x, a, b, inner)
@@ -22,8 +23,8 @@ class _LoraUpdate(torch.autograd.Function):
         return y.addmm_(inner, b.t(), alpha=scale)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
         x, a, b, inner = ctx.saved_tensors
         grad_inner = (grad @ b) * ctx.scale
         grad_x = grad_inner @ a if ctx.needs_input_grad[1] else None

@@ -1,0 +1,213 @@
+"""A trained model as a folder that other tools load, read back and compared before it is called done.
+
+Everything is written into a temporary folder beside the target, which takes the target's name when all checks have
+passed; a failed or killed export leaves no target folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+
+from gapless.adapters.merge import merged_tensors
+from gapless.adapters.peft import WEIGHTS_FILE, file_views, load_adapter, save_adapter
+from gapless.inference.load import ModelSource, find_model, load_source
+from gapless.models.decoder import Decoder
+from gapless.models.families import decoder_config
+from gapless.models.weights import hf_views, load_weights, read_json, save_weights
+
+_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_DTYPE_FIELDS = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    tensors: int
+    """Tensors written, each read back and found equal."""
+    changed: int | None
+    """Those that differ from the model the training began with; None if that is not known."""
+    next_commands: tuple[str, ...]
+    """How other tools load the folder."""
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    *,
+    kind: Literal["merged", "adapter"] = "merged",
+    max_shard_bytes: int = 5_000_000_000,
+) -> Exported:
+    """Writes a model for other tools, checks what was written, and prints how to load it.
+
+    Args:
+        source: a run folder, a PEFT adapter folder (its config names the base), or a Hugging Face model folder.
+        out: folder to write; it must not exist or be empty.
+        kind: merged: a whole Hugging Face folder, in the dtype of the base's weights, with tokenizer, chat template
+            and generation config as they were; adapter: a PEFT folder.
+        max_shard_bytes: most bytes of weights in a file (merged).
+
+    Raises:
+        FileNotFoundError: the source or its base model is missing.
+        ValueError: the target is not empty, there is no adapter to export, a merged model would equal its base, or
+            what was written does not read back as it should.
+    """
+    found, out = find_model(source), Path(out)
+    if kind not in ("merged", "adapter"):
+        raise ValueError(f"kind must be merged or adapter, not {kind}")
+    if kind == "adapter" and found.adapter is None:
+        raise ValueError(f"{source} has no adapter; export it as merged")
+    with _folder_in_making(out) as folder:
+        if kind == "adapter":
+            exported = _write_adapter(found, folder, out)
+        else:
+            exported = _write_merged(found, folder, out, max_shard_bytes)
+    _report(exported)
+    return exported
+
+
+@contextmanager
+def _folder_in_making(out: Path) -> Generator[Path]:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty; name a new folder")
+    temporary = out.absolute().with_name(f".tmp-{out.absolute().name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.replace(out)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+# ---- merged ----
+
+
+def _write_merged(source: ModelSource, folder: Path, out: Path, max_shard_bytes: int) -> Exported:
+    dtype = _stored_dtype(source.model)
+    model = load_source(source, dtype=dtype)
+    save_weights(folder, merged_tensors(model), max_shard_bytes=max_shard_bytes)
+    _write_config(source.model / "config.json", folder / "config.json", dtype)
+    source.tokenizer().save(folder)
+    base = source.model if source.adapter is not None else source.trained_from
+    if base is not None and not (base / "config.json").is_file():
+        base = None
+    tensors, changed = _check_merged(model, folder, base)
+    commands = (
+        f"vllm serve {out}",
+        f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{out}')\"",
+    )
+    return Exported(out, tensors, changed, commands)
+
+
+def _check_merged(model: Decoder, folder: Path, base: Path | None) -> tuple[int, int | None]:
+    """Compares the files with the live weights, with config.json, and with the base.
+
+    Returns:
+        The number of tensors, and of those that differ from the base.
+
+    Raises:
+        ValueError: a difference, or none from the base.
+    """
+    meta = Decoder(decoder_config(read_json(folder / "config.json")), device="meta")
+    expected = {view.name: view.shape for view in hf_views(meta)}
+    changed = 0
+    with _stored(folder) as written, _stored(base or folder) as before:
+        if written.keys() != expected.keys():
+            difference = sorted(written.keys() ^ expected.keys())
+            raise ValueError(f"the written weights do not match config.json: {', '.join(difference[:5])}")
+        for name, tensor in merged_tensors(model):
+            stored = written[name].get_tensor(name)
+            if tuple(stored.shape) != expected[name] or not _same(stored, tensor):
+                raise ValueError(f"{name} did not read back as it was written; check the disk")
+            if base is not None:
+                changed += name not in before or not _same(before[name].get_tensor(name).to(tensor.dtype), tensor)
+    if base is not None and not changed:
+        raise ValueError(
+            f"the merged model would equal its base {base} in all {len(expected)} tensors: nothing was trained, or "
+            "the changes are too small for the dtype of its weights"
+        )
+    return len(expected), changed if base is not None else None
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.to(second.device).view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+@contextmanager
+def _stored(folder: Path) -> Generator[Mapping[str, Any]]:
+    """The open safetensors file of each tensor in a folder, by the tensor's name."""
+    with ExitStack() as stack:
+        files = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            files |= dict.fromkeys(file.keys(), file)
+        yield files
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of the embedding on disk, which the merged weights get."""
+    with _stored(folder) as files:
+        for name, file in files.items():
+            if name.endswith("embed_tokens.weight"):
+                stored = file.get_slice(name).get_dtype()
+                if stored not in _TORCH_DTYPES:
+                    raise ValueError(f"{folder}: {name} is {stored}; only {', '.join(_TORCH_DTYPES)} can be merged")
+                return _TORCH_DTYPES[stored]
+    raise ValueError(f"{folder} has no embed_tokens.weight in its safetensors files")
+
+
+def _write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Copies config.json byte for byte, unless it names another dtype than the weights have."""
+    config = read_json(source)
+    name = str(dtype).removeprefix("torch.")
+    fields = [field for field in _DTYPE_FIELDS if field in config] or ["torch_dtype"]
+    if all(config.get(field) == name for field in fields):
+        shutil.copyfile(source, target)
+        return
+    config |= dict.fromkeys(fields, name)
+    target.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# ---- adapter ----
+
+
+def _write_adapter(source: ModelSource, folder: Path, out: Path) -> Exported:
+    assert source.adapter is not None
+    model = load_weights(source.model, dtype=_stored_dtype(source.model))
+    config = load_adapter(model, source.adapter)
+    base = source.model.absolute()
+    save_adapter(model, config, folder, base)
+    if source.chat_template is not None or (source.adapter / "tokenizer.json").is_file():
+        # Prompts must be rendered as in training, which the base's own template would not do.
+        source.tokenizer().save(folder)
+    views = list(file_views(model))
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as written:
+        for view in views:
+            if not _same(written.get_tensor(view.name), view.read(view.parameter)):
+                raise ValueError(f"{view.name} did not read back as it was written; check the disk")
+    commands = (
+        f"vllm serve {base} --enable-lora --max-lora-rank {config.r} --lora-modules {out.name}={out}",
+        f"python -c \"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained('{out}')\"",
+    )
+    return Exported(out, len(views), None, commands)
+
+
+def _report(exported: Exported) -> None:
+    changed = "" if exported.changed is None else f", {exported.changed} of them changed by the training"
+    print(f"wrote {exported.folder}: {exported.tensors} tensors, read back and compared{changed}")
+    print("next:", *exported.next_commands, sep="\n  ")

@@ -1,0 +1,138 @@
+"""A model to generate with or to export, from whatever folder holds one: a model, an adapter, a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from gapless.adapters.peft import is_adapter, load_adapter, read_config
+from gapless.config_file import load_config
+from gapless.data.tokenizer import Tokenizer
+from gapless.models.decoder import Decoder
+from gapless.models.weights import load_weights
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The folders a model is made of."""
+
+    model: Path
+    """The Hugging Face folder with the weights (of the base, if there is an adapter)."""
+    adapter: Path | None = None
+    """The PEFT folder."""
+    trained_from: Path | None = None
+    """What a run's full fine-tuning started from."""
+    chat_template: str | None = None
+    """The template file that the run used instead of the tokenizer's own."""
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, that of the adapter folder if it has one."""
+        own = self.adapter is not None and (self.adapter / "tokenizer.json").is_file()
+        return Tokenizer.from_folder(self.adapter if own and self.adapter else self.model, self.chat_template)
+
+
+def find_model(path: str | Path, adapter: str | Path | None = None) -> ModelSource:
+    """What a folder is and where the rest of the model lies.
+
+    Args:
+        path: a Hugging Face model folder, a PEFT adapter folder, or a run folder.
+        adapter: an adapter folder to put on the model folder `path`.
+
+    Raises:
+        FileNotFoundError: nothing there, or the adapter's base model is not.
+        ValueError: `adapter` given with a folder that has one.
+    """
+    folder = Path(path)
+    if adapter is not None:
+        if is_adapter(folder) or (folder / "config.toml").is_file():
+            raise ValueError(f"{folder} is not a plain model folder; give the adapter's base model, or no adapter")
+        return ModelSource(_model_folder(folder), _adapter_folder(Path(adapter)))
+    if is_adapter(folder):
+        return ModelSource(_base_of(folder), folder)
+    if (folder / "config.toml").is_file():
+        return _find_in_run(folder)
+    return ModelSource(_model_folder(folder))
+
+
+def load_model(
+    path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    max_length: int | None = None,
+) -> tuple[Decoder, Tokenizer]:
+    """Loads a model for generation, with its adapter if there is one, and its tokenizer.
+
+    Args:
+        path: a Hugging Face model folder, a PEFT adapter folder, or a run folder.
+        adapter: an adapter folder to put on the model folder `path`.
+        dtype: of weights and activations.
+        device: auto takes the GPU if there is one.
+        max_length: longest text in tokens, where the model's rotary scaling depends on it.
+
+    Returns:
+        The decoder in eval mode, and the tokenizer.
+
+    Raises:
+        FileNotFoundError: a folder or file is missing.
+        ValueError: a file is damaged or not supported.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype}")
+    source = find_model(path, adapter)
+    return load_source(source, dtype=_DTYPES[dtype], device=_device(device), max_length=max_length), source.tokenizer()
+
+
+def load_source(
+    source: ModelSource, *, dtype: torch.dtype, device: torch.device | str = "cpu", max_length: int | None = None
+) -> Decoder:
+    """The decoder of a source, in eval mode."""
+    model = load_weights(source.model, dtype=dtype, device=device, max_length=max_length)
+    if source.adapter is not None:
+        load_adapter(model, source.adapter)
+    return model.eval()
+
+
+def _find_in_run(folder: Path) -> ModelSource:
+    config = load_config(folder / "config.toml")
+    template = config.data.chat_template
+    if is_adapter(folder / "adapter"):
+        return ModelSource(_base_of(folder / "adapter"), folder / "adapter", chat_template=template)
+    if (folder / "model" / "config.json").is_file():
+        return ModelSource(folder / "model", trained_from=Path(config.model.path), chat_template=template)
+    raise FileNotFoundError(f"{folder} is a run without a result yet; train on: gapless train {folder / 'config.toml'}")
+
+
+def _base_of(adapter: Path) -> Path:
+    named = read_config(adapter).base_model
+    if not named:
+        raise ValueError(f"{adapter} does not name its base model; give the base model and the adapter")
+    if not (Path(named) / "config.json").is_file():
+        raise FileNotFoundError(f"{adapter} was trained on {named}, which is no model folder here; give the base model")
+    return Path(named)
+
+
+def _model_folder(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} is no model, adapter or run folder: it has no config.json or config.toml")
+    return folder
+
+
+def _adapter_folder(folder: Path) -> Path:
+    read_config(folder)
+    return folder
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("device is cuda, but torch sees no GPU; use auto or cpu")
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, not {name}")
+    return torch.device("cuda" if name != "cpu" and available else "cpu")
