@@ -242,7 +242,7 @@ def segments(
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     tokens = max(ends, default=0) if tokens is None else tokens
     max_documents = len(lengths) + 1 if max_documents is None else max_documents
-    if any(end > start for end, start in zip(ends, [*starts[1:], tokens], strict=True)) or min(lengths, default=0) < 0:
+    if any(end > start for end, start in zip(ends, [*starts, tokens][1:], strict=True)) or min(lengths, default=0) < 0:
         raise ValueError(f"documents of {list(lengths)} tokens at {list(starts)} overlap or exceed {tokens} tokens")
     if len(lengths) > max_documents:
         raise ValueError(f"{len(lengths)} documents exceed max_documents = {max_documents}")

@@ -1,0 +1,239 @@
+"""The batch: labels, trained indices, counters, the one buffer, and the attention tile tables."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gapless.batch import IGNORE, BatchLayout, Document, TileSpec, build_batch, segments
+from gapless.kernels.attention import attention
+
+SPECS = [
+    TileSpec(query_tile=4, key_tile=4),
+    TileSpec(query_tile=8, key_tile=3),
+    TileSpec(query_tile=2, key_tile=5, window=1),
+    TileSpec(query_tile=5, key_tile=2, window=7),
+    TileSpec(query_tile=16, key_tile=16, window=3),
+]
+LENGTHS = st.lists(st.integers(0, 23), max_size=6)
+
+
+@st.composite
+def batches(draw):
+    """A layout, its rows of documents and what `build_batch` makes of them."""
+    rows = draw(st.lists(st.lists(st.integers(0, 12), max_size=4), min_size=1, max_size=3))
+    seed = draw(st.integers(0, 99))
+    layout = BatchLayout(
+        rows=len(rows) + draw(st.integers(0, 1)),
+        row_tokens=max(1, *map(sum, rows), draw(st.integers(1, 30))),
+        row_documents=max(1, *map(len, rows)),
+        tiles=tuple(SPECS[:2]),
+    )
+    rng = np.random.default_rng(seed)
+    documents = [
+        [Document(rng.integers(0, 1000, n).astype(np.int32), rng.random(n) < 0.6) for n in row] for row in rows
+    ]
+    row_ids = [int(i) for i in rng.permutation(50)[: len(rows)]]
+    batch = build_batch(layout, documents, row_ids=row_ids, learning_rate=0.1, step=seed, seed=7)
+    return layout, documents, row_ids, batch
+
+
+@given(batches())
+def test_labels_are_shifted_within_documents(built):
+    """One document at a time, by the definition: predict the next token of the same document if it is trained."""
+    layout, rows, _, batch = built
+    expected, tokens, positions = [], [], []
+    for document in (document for row in rows for document in row):
+        n = len(document.tokens)
+        for i in range(n):
+            trained = i + 1 < n and document.trained[i + 1]
+            expected.append(int(document.tokens[i + 1]) if trained else IGNORE)
+        tokens += document.tokens.tolist()
+        positions += range(n)
+    tail = layout.tokens - len(tokens)
+    assert batch.tokens.tolist() == tokens + [0] * tail
+    assert batch.labels.tolist() == expected + [IGNORE] * tail
+    assert batch.segments.positions.tolist() == positions + [0] * tail
+    assert batch.num_tokens == len(tokens)
+
+
+@given(batches())
+def test_trained_indices_and_sizes(built):
+    layout, rows, row_ids, batch = built
+    with_label = (batch.labels != IGNORE).nonzero().flatten().tolist()
+    bucket = len(batch.trained)
+    assert batch.trained.tolist() == with_label + [layout.tokens] * (bucket - len(with_label))
+    assert batch.num_trained == batch.step_trained == len(with_label)
+    assert bucket in layout.buckets
+    assert bucket == min(size for size in layout.buckets if size >= len(with_label))
+    assert batch.segments.lengths == tuple(len(document.tokens) for row in rows for document in row)
+    count = len(batch.segments.lengths)
+    assert batch.segments.seqused.tolist() == [*batch.segments.lengths, *[0] * (layout.max_documents - count)]
+    starts = np.cumsum([0, *batch.segments.lengths])[:-1].tolist()
+    assert batch.segments.cu_seqlens.tolist() == starts + [layout.tokens] * (layout.max_documents + 1 - count)
+    assert batch.row_ids == tuple(row_ids)
+
+
+@given(batches())
+def test_dropout_counters_follow_rows(built):
+    _, rows, row_ids, batch = built
+    places = [
+        (row_id, i) for row, row_id in zip(rows, row_ids, strict=True) for i in range(sum(len(d.tokens) for d in row))
+    ]
+    counters = batch.segments.dropout
+    assert list(zip(counters.row.tolist(), counters.column.tolist(), strict=True))[: len(places)] == places
+    assert counters.key.tolist() == [7, batch.scalars.step.item()]
+
+
+@given(batches())
+def test_one_buffer_and_copies_of_it(built):
+    """Every tensor is a view of the buffer, all of it is used, and a copy is an equal batch of its own."""
+    _, _, _, batch = built
+    other = batch.to("cpu")
+    copied = batch._in(batch.buffer.clone())
+    for mine in (batch, other, copied):
+        assert sum(t.numel() for t in tensors_of(mine)) == mine.buffer.numel()
+        base = mine.buffer.untyped_storage().data_ptr()
+        assert all(t.untyped_storage().data_ptr() == base for t in tensors_of(mine) if t.numel())
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(batch), tensors_of(copied), strict=True))
+    copied.buffer.zero_()
+    assert not copied.tokens.any()
+    assert batch.scalars.seed.item() == 7
+    assert math.isclose(batch.scalars.learning_rate.item(), 0.1, rel_tol=1e-6)
+    assert batch.scalars.num_trained.item() == batch.step_trained
+
+
+def tensors_of(batch):
+    where, scalars = batch.segments, batch.scalars
+    tables = [table for spec in where.tiles for table in (where.tiles[spec].forward, where.tiles[spec].backward)]
+    return [
+        batch.tokens,
+        batch.labels,
+        batch.trained,
+        where.cu_seqlens,
+        where.seqused,
+        where.offset,
+        where.positions,
+        where.dropout.key,
+        where.dropout.row,
+        where.dropout.column,
+        scalars.num_trained,
+        scalars.learning_rate,
+        scalars.step,
+        scalars.seed,
+        *tables,
+    ]
+
+
+def seen_pairs(lengths, starts, window):
+    """(query, key) pairs of causal attention, from the definition."""
+    pairs = set()
+    for start, length in zip(starts, lengths, strict=True):
+        for i in range(length):
+            for j in range(i + 1):
+                if window is None or i - j < window:
+                    pairs.add((start + i, start + j))
+    return pairs
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@given(lengths=LENGTHS, tail=st.integers(0, 9))
+def test_tables_cover_exactly_the_pairs(spec, lengths, tail):
+    """Each pair is met once in each table, tiles without work do not exist, and the longest come first."""
+    tokens = sum(lengths) + tail
+    where = segments(lengths, tokens=tokens, tiles=[spec])
+    tables = where.tile_tables(spec)
+    expected = seen_pairs(lengths, where.starts, spec.window)
+    for table, tile, by_query in (
+        (tables.forward, spec.query_tile, True),
+        (tables.backward, spec.key_tile, False),
+    ):
+        assert table.shape == (-(-tokens // tile) + len(lengths) + 1, 4)
+        met, spans = [], []
+        for document, first, other, end in table.tolist():
+            if document < 0:
+                continue
+            last = min(first + tile, where.starts[document] + lengths[document])
+            assert where.starts[document] <= other < end <= where.starts[document] + lengths[document]
+            mine = [(a, b) if by_query else (b, a) for a in range(first, last) for b in range(other, end)]
+            mine = [pair for pair in mine if pair in expected]
+            # No key or query block is read for nothing: both ends of the range are needed by some token of the tile.
+            ends = {pair[1 if by_query else 0] for pair in mine}
+            assert {other, end - 1} <= ends
+            met += mine
+            spans.append(-(-(end - other) // (spec.key_tile if by_query else spec.query_tile)))
+        assert len(met) == len(set(met))
+        assert set(met) == expected
+        assert spans == sorted(spans, reverse=True)
+        unused = table[:, 0] < 0
+        assert unused.sum() == len(table) - len(spans)
+        assert unused[len(spans) :].all()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_walking_the_forward_table_is_attention(spec):
+    """What a kernel would do: for each tile read the keys it names, mask, softmax, write the tile's queries."""
+    lengths, tokens = [5, 0, 1, 33, 7], 50
+    where = segments(lengths, tokens=tokens, tiles=[spec])
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(tokens, 2, 6, generator=generator) for _ in range(3))
+    out = torch.zeros(tokens, 2, 6)
+    for document, first, first_key, end in where.tile_tables(spec).forward.tolist():
+        if document < 0:
+            continue
+        last = min(first + spec.query_tile, where.starts[document] + lengths[document])
+        rows, columns = torch.arange(first, last)[:, None], torch.arange(first_key, end)[None]
+        hidden = columns > rows
+        if spec.window is not None:
+            hidden |= rows - columns >= spec.window
+        scores = torch.einsum("qnd,knd->nqk", q[first:last], k[first_key:end]) * 6**-0.5
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        out[first:last] = torch.einsum("nqk,knd->qnd", weights, v[first_key:end])
+    torch.testing.assert_close(out, attention(q, k, v, where, window=spec.window), rtol=1e-5, atol=1e-5)
+
+
+def test_undeclared_tables_raise():
+    where = segments([3], tiles=[SPECS[0]])
+    with pytest.raises(KeyError, match="not declared in the BatchLayout"):
+        where.tile_tables(SPECS[1])
+
+
+def document(n):
+    return Document(np.zeros(n, dtype=np.int32), np.ones(n, dtype=bool))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: BatchLayout(rows=0, row_tokens=4, row_documents=1), "rows must be at least 1, not 0"),
+        (lambda: BatchLayout(rows=2, row_tokens=2**30, row_documents=1), "exceed 2\\^31 - 1"),
+        (
+            lambda: build_batch(BatchLayout(rows=1, row_tokens=4, row_documents=2), [[document(5)]]),
+            "row 0 has 5 tokens in 1 documents; the layout allows 4 tokens in 2",
+        ),
+        (
+            lambda: build_batch(BatchLayout(rows=1, row_tokens=4, row_documents=1), [[document(1), document(1)]]),
+            "row 0 has 2 tokens in 2 documents",
+        ),
+        (
+            lambda: build_batch(BatchLayout(rows=1, row_tokens=4, row_documents=1), [[], []]),
+            "2 rows exceed the layout's 1",
+        ),
+        (lambda: segments([3, 2], starts=[0, 2]), "overlap or exceed"),
+        (lambda: segments([3, 2], tokens=4), "overlap or exceed"),
+        (lambda: segments([3, 2], max_documents=1), "2 documents exceed max_documents = 1"),
+    ],
+)
+def test_refusals(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_segments_of_a_cache_keep_their_spans():
+    where = segments([3, 0, 2], starts=[0, 10, 20], offsets=[4, 0, 7], tokens=30)
+    assert where.positions[[0, 2, 3, 20, 21, 22]].tolist() == [4, 6, 0, 7, 8, 0]
+    assert where.max_seqlen == 3
+    assert where.cu_seqlens.tolist() == [0, 10, 20, 30, 30]
