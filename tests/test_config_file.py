@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gapless.config import AdapterConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainingConfig
+from gapless.config import AdapterConfig, DataConfig, LoggingConfig, ModelConfig, OptimConfig, RunConfig, TrainingConfig
 from gapless.config_file import (
     ALIASES,
     DEFAULTS,
@@ -321,3 +321,16 @@ def test_dump_writes_paths_that_mean_the_same_anywhere(tmp_path, monkeypatch):
     )
     (tmp_path / "out").mkdir()
     assert load_config(write(tmp_path / "out", dump_config(relative))) == minimal(tmp_path)
+
+
+def test_awkward_characters_survive(tmp_path):
+    prompts = (
+        'say "hi"',
+        "back\\slash",
+        "two\nlines\r\n",
+        "tab\t and \x00 \x1f \x7f \x85 \u2028 \U0001f600",
+        "'''",
+        '"""',
+    )
+    config = dataclasses.replace(minimal(tmp_path), logging=LoggingConfig(sample_prompts=prompts))
+    assert load_config(write(tmp_path, dump_config(config))) == config
