@@ -1,5 +1,6 @@
 """The pages keep step with the source: `make docs` has nothing to do, and what they show works."""
 
+import json
 import runpy
 import tomllib
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from gapless.config_file import load_config
+from tiny import write_tiny_model
+from tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,6 +26,17 @@ def test_run_files_in_the_pages_load(name, tmp_path):
     for block in blocks:
         (tmp_path / "run.toml").write_text(block.partition("```")[0], encoding="utf-8")
         assert load_config(tmp_path / "run.toml").adapter.r == tomllib.loads(block.partition("```")[0])["adapter"]["r"]
+
+
+def test_the_script_of_the_readme_runs(tmp_path, monkeypatch):
+    write_tiny_model(tmp_path / "model", vocab_size=VOCAB_SIZE, num_hidden_layers=1)
+    write_tiny_tokenizer(tmp_path / "model")
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": turns}))
+    (tmp_path / "run.toml").write_text("model = 'model'\ntrain = 'train.jsonl'\noutput_dir = 'run'\nmax_length = 64")
+    monkeypatch.chdir(tmp_path)
+    exec((ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].partition("```")[0], {})
+    assert (tmp_path / "exported" / "model.safetensors").exists()
 
 
 def test_links_lead_somewhere():
