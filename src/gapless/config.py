@@ -34,7 +34,7 @@ class DataConfig:
     format: Literal["auto", "messages", "prompt_completion", "text", "sharegpt", "alpaca"] = "auto"
     """What a row is; auto recognises it by its columns."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Own column names: {canonical name: name in the file}, for instance {prompt = "question", completion = "answer"}."""
+    """Own column names: {canonical name: name in the file}, like {prompt = "question", completion = "answer"}."""
     chat_template: str | None = None
     """File with a Jinja chat template to use instead of the tokenizer's own."""
     max_length: int = 2048
