@@ -195,3 +195,21 @@ def test_publish_replaces_a_folder(tmp_path):
         files.publish(tmp_path / "model")
     assert (tmp_path / "model" / "file").read_text() == "two"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_removal_and_replacement_begin_with_a_rename(tmp_path, monkeypatch):
+    """A kill while files are being deleted leaves no folder that looks like a checkpoint."""
+
+    def killed(path):
+        raise InterruptedError
+
+    monkeypatch.setattr(files.shutil, "rmtree", killed)
+    save(tmp_path, 1)
+    with pytest.raises(InterruptedError):
+        files.remove_folder(tmp_path / "step-000001")
+    assert list_checkpoints(tmp_path) == []
+    (tmp_path / "model").mkdir()
+    (files.temporary(tmp_path / "model") / "new").mkdir(parents=True)
+    with pytest.raises(InterruptedError):
+        files.publish(tmp_path / "model")
+    assert (tmp_path / "model" / "new").exists()
