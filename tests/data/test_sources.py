@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gapless.data import sources
 from gapless.data.sources import open_rows
 
 ROWS = [{"prompt": f"q{index} \n\"x\", 'y' é{{[", "completion": "a\r\nb" * index} for index in range(7)]
@@ -168,6 +169,13 @@ def test_bad_files_get_one_clear_line(tmp_path, case):
     with pytest.raises(ValueError, match=message) as caught:
         read_all(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_reading_rows_does_not_count_lines(tmp_path, monkeypatch):
+    # Line numbers cost a pass over the file; with one per row the time would grow with the square of its size.
+    monkeypatch.setattr(sources._File, "_line", None)
+    for ending in ("json", "jsonl", "csv"):
+        assert read_all(write_rows(tmp_path / f"a.{ending}", ROWS)) == ROWS
 
 
 def test_nothing_at_all(tmp_path):

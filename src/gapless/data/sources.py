@@ -14,6 +14,8 @@ import json
 import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -87,7 +89,10 @@ class _InMemory:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        return _checked(self._rows[index], self.where(index))
+        row = self._rows[index]
+        if not isinstance(row, Mapping):
+            raise _no_object(row, self.where(index))
+        return row
 
     def where(self, index: int) -> str:
         return f"row {index}"
@@ -157,9 +162,15 @@ class _File:
         return f"{self.path.name}:{self._line(int(self._starts[index]))}"
 
     def _line(self, offset: int) -> int:
-        """The number of the line that holds a byte, counted from 1."""
-        chunks = range(0, offset, _CHUNK)
-        return 1 + sum(self._map[start : min(start + _CHUNK, offset)].count(b"\n") for start in chunks)
+        """The number of the line that holds a byte, counted from 1; costs a pass over the file the first time."""
+        chunk = offset // _CHUNK
+        return 1 + self._breaks[chunk] + self._map[chunk * _CHUNK : offset].count(b"\n")
+
+    @cached_property
+    def _breaks(self) -> list[int]:
+        """Line ends before each chunk."""
+        counts = [self._map[start : start + _CHUNK].count(b"\n") for start in range(0, len(self._map), _CHUNK)]
+        return [0, *accumulate(counts)]
 
     def identity(self) -> list[Any]:
         return self._identity
@@ -200,7 +211,9 @@ class _JsonRows(_File):
                 f"{self.where(index)}: not valid JSON ({error.msg}, column {error.colno}): {shown!r}; "
                 "correct or remove the row"
             ) from error
-        return _checked(row, self.where(index))
+        if not isinstance(row, Mapping):
+            raise _no_object(row, self.where(index))
+        return row
 
 
 class _JsonLines(_JsonRows, _Lines):
@@ -344,7 +357,5 @@ def _in_range(index: int, count: int) -> int:
     return index
 
 
-def _checked(row: Any, where: str) -> Row:
-    if not isinstance(row, Mapping):
-        raise ValueError(f"{where}: a row must be an object with named columns, not {type(row).__name__}")
-    return row
+def _no_object(row: Any, where: str) -> ValueError:
+    return ValueError(f"{where}: a row must be an object with named columns, not {type(row).__name__}")
