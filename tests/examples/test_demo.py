@@ -167,7 +167,7 @@ def test_whole_course_on_a_tiny_model(tmp_path, monkeypatch, capsys):
         tmp_path / "model", vocab_size=VOCAB_SIZE, num_hidden_layers=1, max_position_embeddings=2048
     )
     write_tiny_tokenizer(model)
-    monkeypatch.setattr(run, "packaged_gguf", lambda: None)
+    monkeypatch.setattr(run, "packaged_gguf", lambda: Path("not-read.gguf"))
     monkeypatch.setattr(run, "TRAIN_ROWS", 6)
     monkeypatch.setattr(run, "HELDOUT_ROWS", 4)
     paths = {
