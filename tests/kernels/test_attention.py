@@ -71,6 +71,9 @@ CASES = {
     "blind queries with window": (EARLY, LATE, {"window": 2}),
     "blind queries with sinks": (EARLY, LATE, {"sinks": True}),
     "window behind the keys": (segments([3], offsets=[9]), segments([6]), {"window": 5}),
+    "window just behind the keys": (segments([3], offsets=[9]), segments([6]), {"window": 6}),
+    "window that leaves out the first key": (segments([1], offsets=[8]), segments([9]), {"window": 8}),
+    "window as long as the keys": (segments([1], offsets=[8]), segments([9]), {"window": 9}),
     "no keys": (segments([3, 2]), segments([0, 2], tokens=5), {}),
 }
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gapless.kernels.cross_entropy import linear_cross_entropy
+from gapless.kernels.cross_entropy import _LinearCrossEntropy, linear_cross_entropy
 
 
 def inputs(rows=13, hidden=8, vocab=29, dtype=torch.float32):
@@ -95,3 +95,15 @@ def test_logits_of_all_tokens_are_never_held():
     with Sizes():
         linear_cross_entropy(x, weight, labels, chunk_tokens=8).backward()
     assert max(sizes) == 8 * 50
+
+
+def test_rows_that_count_nothing_may_stay_in():
+    """On a GPU they are not left out first; loss and gradients are the same."""
+    x, weight, labels = inputs()
+    left_out = linear_cross_entropy(x, weight, labels)
+    left_in = _LinearCrossEntropy.apply(x, weight, labels, 5)
+    torch.testing.assert_close(left_in, left_out)
+    for kept, dropped in zip(
+        torch.autograd.grad(left_in, (x, weight)), torch.autograd.grad(left_out, (x, weight)), strict=True
+    ):
+        torch.testing.assert_close(kept, dropped)

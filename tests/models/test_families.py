@@ -52,6 +52,8 @@ CASES = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}, None),
     "qwen2-yarn": ("qwen2", {"rope_scaling": YARN}, None),
     "qwen2-yarn-factor": ("qwen2", {"rope_scaling": {**YARN, "attention_factor": 1.3}, **WIDE}, None),
+    "qwen2-yarn-short": ("qwen2", {"rope_scaling": {**YARN, "original_max_position_embeddings": 4}}, None),
+    "qwen2-yarn-long-waves": ("qwen2", {"rope_scaling": YARN, "rope_theta": 1.5}, None),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, None),
     "qwen2-window-off": ("qwen2", {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 1}, None),
     "qwen3": ("qwen3", {}, None),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gapless.batch import IGNORE, BatchLayout, PackedBatch, Segments
+from gapless.batch import BatchLayout, PackedBatch, Segments
 from gapless.kernels.cross_entropy import linear_cross_entropy
 from gapless.kernels.rope import RotaryTable, rotary_table
 from gapless.models.attention import Attention, KeyValueCache
@@ -130,10 +130,9 @@ class Decoder(nn.Module):
         M is the size of the batch's bucket; the rows that fill it up have label -100.
         """
         hidden = self(batch.tokens, batch.segments)
-        filled = batch.trained < batch.segments.tokens
+        # The rows that fill up become the stream's last token, which has nothing to predict.
         rows = batch.trained.clamp(max=batch.segments.tokens - 1)
-        labels = batch.labels.index_select(0, rows).where(filled, IGNORE)
-        return hidden.index_select(0, rows), labels
+        return hidden.index_select(0, rows), batch.labels.index_select(0, rows)
 
     def batch_layout(self, *, rows: int, row_tokens: int, row_documents: int) -> BatchLayout:
         """The layout of this model's micro-batches. The reference kernels need no tile tables."""
