@@ -34,7 +34,9 @@ def train(inputs: Path, output: Path, kind: str, fault=no_fault) -> None:
     os.dup2(os.open(output / "stdout", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
     record_rows(output / "rows.jsonl")
     config = make_config(inputs, output, kind, eval=(str(inputs / "eval.jsonl"),), eval_steps=3)
-    Trainer(config, fault=fault).train()
+    trainer = Trainer(config)
+    trainer.fault = fault
+    trainer.train()
 
 
 class KillAt:

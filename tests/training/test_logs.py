@@ -66,6 +66,15 @@ def test_tensorboard_reads_our_events(tmp_path):
     assert found["train/größe"][0] == (1, -1.5)
 
 
+def test_tensorboard_drops_what_a_run_that_starts_again_repeats(tmp_path):
+    for value in (1.0, 2.0):
+        writer = EventWriter(tmp_path)
+        for step in range(3):
+            writer.scalars(step, {"loss": value})
+        writer.close()
+    assert read_scalars(tmp_path)["loss"] == [(step, 2.0) for step in range(3)]
+
+
 def test_tensorboard_drops_what_a_resumed_run_repeats(tmp_path):
     writer = EventWriter(tmp_path)
     for step in range(1, 10):

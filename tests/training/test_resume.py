@@ -18,7 +18,7 @@ from gapless.training.callbacks import Callback
 from gapless.training.checkpoint import list_checkpoints
 from gapless.training.trainer import Trainer
 
-RUNS, KILLS_PER_RUN = 5, 3
+KILLS, KILLS_PER_RUN = 15, 3
 """For LoRA and for full fine-tuning: 30 kills."""
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -70,20 +70,21 @@ def assert_as_uninterrupted(output: Path, reference) -> None:
 def test_kill_at_random_moments(inputs, reference, tmp_path):
     kind, _, _, seconds = reference
     draw = random.Random()
-    killed = resumed = 0
-    for run in range(RUNS):
-        output = tmp_path / str(run)
+    killed = resumed = runs = 0
+    # A kill may come after the end or before the first checkpoint: as many runs as it takes.
+    while killed < KILLS or resumed < KILLS / 3:
+        runs += 1
+        assert runs <= KILLS
+        output = tmp_path / str(runs)
         for _ in range(KILLS_PER_RUN):
             process = start(inputs, output, kind)
-            process.join(timeout=draw.uniform(0, 0.7) * seconds)
+            process.join(timeout=draw.uniform(0, 0.9) * seconds)
             process.kill()
             process.join()
             killed += process.exitcode == -signal.SIGKILL
         finish(inputs, output, kind)
         resumed += (output / "stdout").read_text().count("going on from")
         assert_as_uninterrupted(output, reference)
-    assert killed >= RUNS * KILLS_PER_RUN / 2  # a kill may come after the end
-    assert resumed >= RUNS / 2  # or before the first checkpoint
 
 
 def test_kill_at_every_point_of_a_save(inputs, reference, tmp_path):

@@ -1,5 +1,6 @@
 """The trainer: a run from a configuration to its result, what it writes, and what it refuses."""
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -126,6 +127,9 @@ def test_full_result_is_the_model_that_was_trained(inputs, tmp_path):
     model = load_weights(tmp_path / "model", dtype=torch.bfloat16)
     for (name, trained), (_, loaded) in zip(trainer.model.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(trained, loaded), name
+    before = json.loads((inputs / "model" / "config.json").read_text())
+    assert before["torch_dtype"] == "float32"
+    assert json.loads((tmp_path / "model" / "config.json").read_text()) == before | {"torch_dtype": "bfloat16"}
     checkpoint = open_newest(tmp_path / "checkpoints")
     kinds = {name.split("/")[0] for name in checkpoint.shapes()}
     assert kinds == {"weight", "master", "exp_avg", "exp_avg_sq"}

@@ -122,9 +122,6 @@ def save_checkpoint(
         fault("folder synced")
         files.publish(path)
         fault("renamed")
-        for old in list_checkpoints(folder)[: -keep if keep else 0]:
-            files.remove_folder(old)
-            fault("pruned one")
     except OSError as error:
         files.clear_temporary(folder)
         kept = [old.name for old in list_checkpoints(folder)]
@@ -132,6 +129,10 @@ def save_checkpoint(
             f"cannot write {path}: {error.strerror or error}; make room and run the same command again"
             + (f" (it goes on from {kept[-1]})" if kept else "")
         ) from error
+    with files.writing(folder):
+        for old in list_checkpoints(folder)[: -keep if keep else 0]:
+            files.remove_folder(old)
+            fault("pruned one")
     return path
 
 

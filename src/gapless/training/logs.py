@@ -27,7 +27,8 @@ class RunLog:
         self._events = self._wandb = None
         self.metrics = MetricsLog(self._folder / "metrics.jsonl", after_step=after_step)
         if "tensorboard" in config.logging.report_to:
-            self._events = EventWriter(self._folder / "tensorboard", first_step=(after_step or -1) + 1)
+            first_step = 0 if after_step is None else after_step + 1
+            self._events = EventWriter(self._folder / "tensorboard", first_step=first_step)
         if "wandb" in config.logging.report_to:
             self._wandb = _open_wandb(config, wandb_id)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from gapless.adapters.peft import save_adapter
 from gapless.config import RunConfig
 from gapless.data.tokenizer import Tokenizer
 from gapless.models.decoder import Decoder
-from gapless.models.weights import save_weights
+from gapless.models.weights import read_json, save_weights
 from gapless.training import files
 
 
@@ -32,8 +33,20 @@ def write_result(model: Decoder, tokenizer: Tokenizer, config: RunConfig, folder
             save_adapter(model, config.adapter, partial, Path(config.model.path).absolute())
         else:
             save_weights(partial, merged_tensors(model))
-            shutil.copyfile(Path(config.model.path, "config.json"), partial / "config.json")
+            _write_config(Path(config.model.path, "config.json"), partial / "config.json", config.model.dtype)
             tokenizer.save(partial)
         files.sync_tree(partial)
         files.publish(target)
     return target
+
+
+def _write_config(source: Path, target: Path, dtype: str) -> None:
+    """Copy config.json; where it names another dtype than the weights now have, with that one."""
+    name = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+    fields = read_json(source)
+    named = [key for key in ("dtype", "torch_dtype") if fields.get(key, name) != name]
+    if not named:
+        shutil.copyfile(source, target)
+        return
+    text = json.dumps(fields | dict.fromkeys(named, name), indent=2, ensure_ascii=False)
+    target.write_text(text + "\n", encoding="utf-8")

@@ -24,7 +24,7 @@ class EventWriter:
         # Readers take files in the order of their names; the count keeps files of one second apart.
         self._file = (folder / f"events.out.tfevents.{int(time.time()):010d}.{count:04d}").open("xb")
         self._write(_string(3, "brain.Event:2"))
-        if first_step:
+        if count:
             self._write(_number(2, first_step) + _message(7, _number(1, 1)))  # SessionLog with status START
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

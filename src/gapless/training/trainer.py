@@ -83,15 +83,16 @@ class Trainer:
         optimizer: AdamW over what is trained.
         step: optimizer steps launched.
         total_steps: of the whole run.
+        fault: called between the writes of a checkpoint; tests kill the process there.
     """
+
+    fault: Fault = staticmethod(no_fault)
 
     def __init__(
         self,
         config: RunConfig,
         loss_fn: LossFunction | None = None,
         callbacks: Sequence[Callback] = (),
-        *,
-        fault: Fault = no_fault,
     ) -> None:
         """Check the configuration; nothing is loaded yet.
 
@@ -99,7 +100,6 @@ class Trainer:
             config: the run.
             loss_fn: (logits float32 [M, V], labels [M]) -> the SUM of the M token losses, in place of cross-entropy.
             callbacks: see `Callback`.
-            fault: called between the writes of a checkpoint, for tests.
 
         Raises:
             ValueError: settings are out of range or contradict each other.
@@ -109,11 +109,6 @@ class Trainer:
         self.step = 0
         self._loss_fn = loss_fn
         self._callbacks = callbacks
-        self._fault = fault
-        self._stop = False
-        self._signals = StopSignals()
-        self._totals = Totals()
-        self._pending: Pending | None = None
 
     def stop(self) -> None:
         """End the run after the current step, as if it were the last: save, evaluate, write the result."""
@@ -126,6 +121,11 @@ class Trainer:
             ValueError: bad settings, data, model or checkpoint; a non-finite loss; a disk that is full.
             FileNotFoundError: a file of the run is missing.
         """
+        self.step = 0
+        self._stop = False
+        self._signals = StopSignals()
+        self._totals = Totals()
+        self._pending: Pending | None = None
         with ExitStack() as self._opened:
             self._opened.enter_context(setup.determinism(self.config.training.deterministic))
             self._folder = self._opened.enter_context(run_folder.open_run_folder(self.config))
@@ -145,8 +145,9 @@ class Trainer:
         run_folder.write_resolved(self.config, self._folder)
         self.tokenizer = Tokenizer.from_folder(self.config.model.path, self.config.data.chat_template)
         train_store, self._eval_store = setup.build_stores(self.config, self.tokenizer)
-        for line in train_store.report.lines():
-            self._display.message(line)
+        for name, store in (("train", train_store), ("eval", self._eval_store)):
+            for line in store.report.lines() if store else ():
+                self._display.message(f"{name}: {line}")
         self._build(train_store)
         if checkpoint:
             self._restore(checkpoint)
@@ -316,7 +317,7 @@ class Trainer:
             "wandb_id": self._log.wandb_id,
         }
         keep = self.config.training.save_total_limit
-        path = save_checkpoint(folder, self.step, self.optimizer.tensors(), state, keep=keep, fault=self._fault)
+        path = save_checkpoint(folder, self.step, self.optimizer.tensors(), state, keep=keep, fault=self.fault)
         for callback in self._callbacks:
             callback.on_save(self, path)
 
