@@ -15,7 +15,7 @@ from gapless.kernels.cross_entropy import linear_cross_entropy
 from gapless.kernels.rope import RotaryTable, rotary_table
 from gapless.models.attention import Attention, KeyValueCache
 from gapless.models.config import DecoderConfig
-from gapless.models.linear import Linear, plain_linear
+from gapless.models.linear import Linear, plain_linear, random_weight
 from gapless.models.mlp import MLP
 from gapless.models.norm import RMSNorm
 from gapless.models.rotary import rotary_frequencies
@@ -26,8 +26,7 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab: int, hidden: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, hidden, dtype=dtype, device=device))
-        nn.init.normal_(self.weight, std=0.02)
+        self.weight = random_weight(vocab, hidden, dtype=dtype, device=device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Look up tokens int32 [T]: [T, H]."""

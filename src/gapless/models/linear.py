@@ -93,9 +93,8 @@ class DenseLinear(Linear):
     ) -> None:
         super().__init__()
         self.in_features, self.leading, self.parts, self.shard_dim = in_features, leading, parts, shard_dim
-        self.weight = nn.Parameter(torch.empty(*leading, in_features, dtype=dtype, device=device))
+        self.weight = random_weight(*leading, in_features, dtype=dtype, device=device)
         self.bias = nn.Parameter(torch.zeros(leading, dtype=dtype, device=device)) if bias else None
-        nn.init.normal_(self.weight, std=0.02)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, counters: DropoutCounters | None = None
@@ -145,6 +144,14 @@ class DenseLinear(Linear):
 
 def _copied(piece: torch.Tensor, parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(piece.detach().clone(memory_format=torch.contiguous_format), parameter.requires_grad)
+
+
+def random_weight(*shape: int, dtype: torch.dtype, device: torch.device | str | None) -> nn.Parameter:
+    """A new weight, normal with a standard deviation of 0.02; on the meta device only its shape."""
+    weight = torch.empty(shape, dtype=dtype, device=device)
+    if weight.device.type != "meta":  # drawing there imports torch._dynamo: 1.2 s of every start
+        weight.normal_(std=0.02)
+    return nn.Parameter(weight)
 
 
 def plain_linear(
