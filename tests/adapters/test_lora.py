@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gapless.adapters.lora import LoraLinear, adapted_modules, adapter_views, apply_lora
-from gapless.batch import DropoutCounters, segments
+from gapless.batch import Document, DropoutCounters, build_batch, segments
 from gapless.config import AdapterConfig
 from gapless.kernels.dropout import keep_mask
 from gapless.models.linear import Linear
@@ -97,8 +97,6 @@ def test_dropout_masks_the_adapters_input_only():
 
 
 def test_dropout_reaches_every_layer_through_the_batch():
-    from gapless.batch import Document, build_batch
-
     model = new(lora_dropout=0.5)
     randomise(model)
     documents = [Document(TOKENS.numpy(), TOKENS.numpy() >= 0)]

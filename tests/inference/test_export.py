@@ -117,10 +117,9 @@ def test_a_trained_tied_head_survives(tmp_path, saved):
 def test_adapter_export_is_a_peft_folder(tmp_path, base, adapter):
     exported = export(adapter, tmp_path / "out", kind="adapter")
     assert exported.tensors == 3 * 7 * 2
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert tensors.keys() == written.keys()
-    assert all(torch.equal(tensors[name], written[name]) for name in tensors)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (adapter / name).read_bytes()
+    assert "--max-lora-rank 8 " in exported.next_commands[0]
     with torch.no_grad():
         peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
         torch.testing.assert_close(peft(TOKENS[None]).logits[0], our_logits(adapter), rtol=0, atol=1e-4)

@@ -141,7 +141,7 @@ def save_adapter(model: Decoder, config: AdapterConfig, folder: str | Path, base
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": config.lora_alpha,
+        "lora_alpha": int(config.lora_alpha) if float(config.lora_alpha).is_integer() else config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "modules_to_save": saved_modules(model) or None,
         "peft_type": "LORA",
