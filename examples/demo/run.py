@@ -9,6 +9,7 @@ model did not get clearly better.
 
 import importlib.metadata
 import json
+import os
 import shutil
 import sys
 import time
@@ -30,7 +31,7 @@ LEAST_GAIN, LARGEST_P = 0.15, 0.01
 
 
 def main(options: list[str]) -> int:
-    """Run the demo; 0 if the model got clearly better, else 1."""
+    """Run the demo; 0 if the model got clearly better, 130 if training was stopped, else 1."""
     config = gapless.load_config(HERE / "run.toml", options)
     run = Path(config.training.output_dir)
     with stage("Model: SmolLM2-135M-Instruct from GGUF to a Hugging Face folder"):
@@ -40,7 +41,8 @@ def main(options: list[str]) -> int:
     with stage("Before: the base model answers the held-out notes"):
         before = measure(config.model.path, heldout, config.model.dtype)
     with stage("Training: LoRA"):
-        gapless.train(config)
+        if gapless.train(config).result_dir is None:
+            return 130  # Ctrl-C; the same command goes on from there
     with stage("Export: the adapter merged into the model"):
         merged = run / "merged"
         shutil.rmtree(merged, ignore_errors=True)
@@ -97,8 +99,8 @@ def show_conversation(rows: list[dict], before: Score, after: Score) -> None:
     gained = [index for index in range(len(rows)) if after.exact[index] and not before.exact[index]]
     index = gained[0] if gained else 0
     print(f"\nNote    {prompt(rows[index])}")
-    print(f"Before  {before.answers[index]}")
-    print(f"After   {after.answers[index]}")
+    print(f"Before  {' '.join(before.answers[index].split())}")
+    print(f"After   {' '.join(after.answers[index].split())}")
     print(f"Wanted  {rows[index]['messages'][-1]['content']}")
 
 
@@ -127,12 +129,19 @@ def report(before: Score, after: Score, losses: tuple[float, float], path: Path)
 
 def show_next(run: Path, merged: Path, system: str) -> None:
     """Print commands to go on with."""
+    gapless_command = here(Path(sys.executable).parent / "gapless")
     print(f"""
-Next:
-  gapless generate {merged} --system "{system}" --prompt "Lunch with Ann Lee of Acme on May 3rd, 2025."
-  gapless train {HERE / "run.toml"} --training.output_dir runs/mine --adapter.r 8
-  tensorboard --logdir {run}
-  less {run / "metrics.jsonl"}   # loss, tokens/s, learning rate by step; loss.svg beside it""")
+Next, your own note:
+  {gapless_command} generate {here(merged)} --system "{system}" --prompt "Lunch with Ann Lee of Acme on May 3rd, 2025."
+Another rank, or your own rows in data.train:
+  {gapless_command} train {here(HERE / "run.toml")} --training.output_dir runs/mine --adapter.r 8
+Loss and speed by step:
+  {here(run / "loss.svg")}, {here(run / "metrics.jsonl")}; tensorboard --logdir {here(run)}""")
+
+
+def here(path: Path) -> str:
+    """The path from the current folder."""
+    return os.path.relpath(path)
 
 
 if __name__ == "__main__":
