@@ -5,6 +5,8 @@ import pytest
 from conversations import ANSWER, ASK, ASK_AGAIN, CALL, CONVERSATIONS, REASONED, RESULT, SYSTEM, THOUGHT, TOOLS
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gapless.data.chat import RowEncoder
@@ -187,6 +189,47 @@ def test_prompt_tokens_are_the_same_as_alone(tokenizers, prompt, completion):
         assert document.trained[len(alone) :].all()
         assert document.tokens[-1] == tokenizer.eos_id
         assert tokenizer.decode(document.tokens) == prompt + completion
+
+
+def sentencepiece(folder, *, as_normalizer):
+    """A tokenizer that puts a space before the first word, as Llama 2's does, in its older and its newer spelling."""
+    write_tiny_tokenizer(folder)
+    words = ["▁", "a", "b", "c", "\n", "ab", "▁a", "▁b", "bc"]
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<|im_end|>", *words])}
+    merges = [("a", "b"), ("▁", "a"), ("▁", "b"), ("b", "c")]
+    tokenizer = HuggingFaceTokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    if as_normalizer:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Metaspace("▁")
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("as_normalizer", [True, False])
+def test_no_space_slips_between_prompt_and_completion(tmp_path, as_normalizer):
+    tokenizer = sentencepiece(tmp_path, as_normalizer=as_normalizer)
+    # The whole is ▁c ab, which does not begin with the prompt's ▁c a.
+    document = encode(tokenizer, {"prompt": "ca", "completion": "bc"})
+    assert [tokenizer.token(token) for token in document.tokens] == ["▁", "c", "a", "bc", "<|im_end|>"]
+    assert document.trained.tolist() == [False, False, False, True, True]
+    document = encode(tokenizer, {"prompt": "c ", "completion": "a"})
+    assert [tokenizer.token(token) for token in document.tokens] == ["▁", "c", "▁", "a", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("as_normalizer", [True, False])
+def test_masks_of_a_sentencepiece_tokenizer(tmp_path, as_normalizer):
+    """The space it puts in front shifts no characters."""
+    sentencepiece(tmp_path, as_normalizer=as_normalizer)
+    source = "{% for m in messages %}{{ m.content + ' c' }}{{ '<|im_end|>' if m.role == 'assistant' }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abca", strict=True)]
+    document = encode(tokenizer, {"messages": messages})
+    trained = [tokenizer.token(token) for token in document.tokens[document.trained]]
+    assert trained == ["b", "▁", "c", "<|im_end|>", "a", "▁", "c", "<|im_end|>"]
 
 
 # ---- templates of other people ----

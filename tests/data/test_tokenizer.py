@@ -107,6 +107,35 @@ def test_end_tokens(folders, tmp_path):
     assert [base.token(index) for index in base.eos_ids] == ["<|endoftext|>", "<|im_end|>"]
 
 
+def test_special_tokens_as_objects(tmp_path):
+    """The long spelling of older folders, in both files, and a list of end tokens or one."""
+    write_tiny_tokenizer(tmp_path, "llama3")
+
+    def added(content):
+        flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+        return {"__type": "AddedToken", "content": content, **flags}
+
+    named = {"bos_token": added("<|begin_of_text|>"), "eos_token": added("<|eot_id|>")}
+    template = (tmp_path / "chat_template.jinja").read_text()
+    (tmp_path / "chat_template.jinja").unlink()
+    decoder = {"4": {**added("<|eot_id|>"), "special": True}}
+    config = {"added_tokens_decoder": decoder, "chat_template": template, "pad_token": None, **named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    mapped = {**named, "pad_token": added("<|pad|>"), "additional_special_tokens": ["<|eot_id|>"]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
+    for stored, ends in (
+        ([1, 4], ["<|eot_id|>", "<|end_of_text|>"]),
+        (1, ["<|eot_id|>", "<|end_of_text|>"]),
+        (4, ["<|eot_id|>"]),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stored}))
+        tokenizer = Tokenizer.from_folder(tmp_path)
+        assert [tokenizer.token(index) for index in tokenizer.eos_ids] == ends
+        names = [tokenizer.token(index) for index in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)]
+        assert names == ["<|begin_of_text|>", "<|eot_id|>", "<|pad|>"]
+    assert tokenizer.render([ASK]) == oracle(tmp_path).apply_chat_template([ASK], tokenize=False)
+
+
 def test_truncation_left_in_the_file_is_not_applied(tmp_path):
     write_tiny_tokenizer(tmp_path)
     file = json.loads((tmp_path / "tokenizer.json").read_text())

@@ -188,7 +188,10 @@ def test_truncated_and_missing_files_are_refused(tmp_path):
             load_weights(folder)
         assert "\n" not in str(error.value)
     file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"model.safetensors does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors does not exist$"):
+        load_weights(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model.bin, a pickle, which is never loaded; write safetens"):
         load_weights(folder)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "a.safetensors"}}')
     with pytest.raises(FileNotFoundError, match=r"a.safetensors does not exist, but model.safetensors.index.json"):

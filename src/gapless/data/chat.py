@@ -109,7 +109,7 @@ class RowEncoder:
         """The prompt's tokens are those it has alone, as when the model is asked; then the completion's."""
         alone, whole = self.tokenizer.encode(prompt), encoding.ids
         if whole[: len(alone)] != alone:
-            whole = alone + self.tokenizer.encode(text[len(prompt) :])
+            whole = alone + self.tokenizer.encode_continuation(text[len(prompt) :])
         return len(alone), whole
 
 

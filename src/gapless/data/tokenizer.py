@@ -103,6 +103,16 @@ class Tokenizer:
         """Token ids of a text; with `add_special_tokens` also what the tokenizer puts around plain text (often BOS)."""
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of a text that follows another one.
+
+        SentencePiece tokenizers put a space before the first word of what they encode; here it must not appear.
+        """
+        line_end = self.encode("\n")
+        after_line = self.encode("\n" + text)
+        # Where the line end becomes one token with the text's beginning, it cannot be taken off again.
+        return after_line[len(line_end) :] if after_line[: len(line_end)] == line_end else self.encode(text)
+
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[Encoding]:
         """Encodings (ids and character offsets) of many texts, on all cores."""
         return self._fast.encode_batch(list(texts), add_special_tokens=add_special_tokens)

@@ -213,8 +213,20 @@ def _weight_files(folder: Path) -> list[Path]:
         files = [folder / WEIGHTS_FILE]
     for file in files:
         if not file.exists():
-            raise FileNotFoundError(f"{file} does not exist{f', but {index.name} names it' if index.exists() else ''}")
+            raise FileNotFoundError(f"{file} does not exist{_why_missing(folder, index)}")
     return files
+
+
+def _why_missing(folder: Path, index: Path) -> str:
+    if index.exists():
+        return f", but {index.name} names it; fetch the model's files again"
+    pickles = sorted(file.name for file in folder.glob("*.bin"))
+    if pickles:
+        return (
+            f", only {pickles[0]}, a pickle, which is never loaded; write safetensors with transformers: "
+            f'AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto").save_pretrained("{folder}")'
+        )
+    return ""
 
 
 def _listed(missing: set[str], most: int = 5) -> str:

@@ -42,8 +42,11 @@ HARMLESS = frozenset(
         "length_penalty",
         "max_length",
         "max_position_embeddings",
+        "max_sequence_length",
         "min_length",
+        "model_max_length",
         "model_type",
+        "neftune_noise_alpha",
         "no_repeat_ngram_size",
         "num_beam_groups",
         "num_beams",
@@ -87,8 +90,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "pretraining_tp": (1, None),
     "pruned_heads": ({}, None),
+    "quantization_config": (None,),
     "rope_interleaved": (False, None),
     "tie_encoder_decoder": (False, None),
+    "use_mrope": (False, None),
 }
 """Fields that change the maths unless they have one of these values, which all families here stand for."""
 
@@ -141,7 +146,7 @@ class Fields:
         if unknown:
             raise ValueError(
                 f"config.json has fields that are not understood and may change the model: "
-                f"{', '.join(f'{name} = {self.config[name]!r}' for name in unknown)}"
+                f"{', '.join(f'{name} = {self.config[name]!r}' for name in unknown)}; remove those that do not"
             )
 
 
