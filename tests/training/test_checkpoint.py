@@ -134,6 +134,11 @@ def damage_index(path):
     return "index.json is damaged: it is not JSON"
 
 
+def damage_index_keys(path):
+    (path / "index.json").write_text('{"format_version": 1, "tensors": {}}')
+    return "index.json is damaged: it has no tensors or no files"
+
+
 def damage_missing(path):
     (path / "rank0-00001.safetensors").unlink()
     return "rank0-00001.safetensors is missing"
@@ -146,7 +151,7 @@ def damage_version(path):
 
 
 @pytest.mark.parametrize(
-    "damage", [damage_cut, damage_flip, damage_state, damage_index, damage_missing, damage_version]
+    "damage", [damage_cut, damage_flip, damage_state, damage_index, damage_index_keys, damage_missing, damage_version]
 )
 def test_damage_is_refused_with_file_and_remedy(tmp_path, damage):
     save(tmp_path, 1)

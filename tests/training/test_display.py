@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from gapless.training.display import BarDisplay, Clock, PlainDisplay, duration, make_display, short, step_text
+from gapless.training.display import BarDisplay, Clock, PlainDisplay, duration, make_display, short, step_line
 
 METRICS = {
     "step": 12,
@@ -19,10 +19,10 @@ METRICS = {
 
 
 def test_line():
-    assert step_text(METRICS, 192.4) == (
-        "loss 1.2346  grad 0.512  lr 0.000198  312 tokens/s  12.3k trained  1.3 GiB  3:12 left"
+    assert step_line(METRICS, 200, 192.4) == (
+        "step 12/200  loss 1.2346  3:12 left  312 tokens/s  grad 0.512  lr 0.000198  12.3k trained  1.3 GiB"
     )
-    assert step_text(METRICS, None).endswith("GiB")
+    assert "left" not in step_line(METRICS, 200, None)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_plain_lines_without_a_terminal(capsys):
     display.message("hello [bold]")
     display.step(METRICS, 200, 5.0)
     display.close()
-    assert capsys.readouterr().out.splitlines() == ["hello [bold]", f"step 12/200  {step_text(METRICS, 5.0)}"]
+    assert capsys.readouterr().out.splitlines() == ["hello [bold]", step_line(METRICS, 200, 5.0)]
 
 
 def test_bar_on_a_terminal():
@@ -70,5 +70,13 @@ def test_bar_on_a_terminal():
     display.step(METRICS, 200, 5.0)
     display.close()
     assert "hello [bold]" in screen.getvalue()
-    assert "step 12/200" in screen.getvalue()
-    assert step_text(METRICS, 5.0) in screen.getvalue()
+    assert step_line(METRICS, 200, 5.0) in screen.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80, 119])
+def test_a_narrow_terminal_cuts_what_matters_least(width):
+    screen = io.StringIO()
+    display = BarDisplay(Console(file=screen, force_terminal=True, width=width))
+    display.step(METRICS, 200, 5.0)
+    display.close()
+    assert step_line(METRICS, 200, 5.0)[: width - 1] in screen.getvalue()

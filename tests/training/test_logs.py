@@ -42,6 +42,10 @@ def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"step": 3}\n')
     with pytest.raises(ValueError, match="metrics.jsonl:2 is not JSON"):
         read_metrics(tmp_path / "metrics.jsonl")
+    for line in ("7", '{"loss": 1.0}', '{"step": null}'):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+        with pytest.raises(ValueError, match="metrics.jsonl:2 has no step"):
+            read_metrics(tmp_path / "metrics.jsonl")
     assert read_metrics(tmp_path / "none.jsonl") == []
 
 

@@ -67,12 +67,15 @@ def assert_same_bits(first, second) -> None:
 def test_equals_torch_in_float64(max_grad_norm):
     views = make_views()
     twins = [nn.Parameter(view.parameter.detach().double()) for view in views]
-    config = OptimConfig(weight_decay=0.1, adam_beta2=0.95, max_grad_norm=max_grad_norm)
+    config = OptimConfig(
+        weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-3, max_grad_norm=max_grad_norm
+    )
     optimizer = AdamW(views, config)
     matrices, rest = [twins[0], twins[2]], [twins[1], twins[3]]
     oracle = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
+        betas=(0.8, 0.95),
+        eps=1e-3,
         foreach=False,
     )
     for step in range(6):

@@ -1,5 +1,6 @@
 """Runs that are killed, at random moments and at every point of a save, end as if nothing had happened."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -131,6 +132,27 @@ def test_a_signal_finishes_the_step_and_saves(inputs, tmp_path, capsys, number):
     for both in (found, expected):
         del both["checkpoints"], both["state"]["settings"]
     assert_same_outcome(found, expected)
+
+
+def test_a_signal_in_the_middle_of_a_print_is_no_trouble(inputs, tmp_path, monkeypatch):
+    class Screen(io.RawIOBase):
+        """A slow terminal: the signal comes while a line is written to it."""
+
+        signals = 1
+
+        def writable(self):
+            return True
+
+        def write(self, data):
+            if self.signals and b"step 3/" in bytes(data):
+                self.signals -= 1
+                signal.raise_signal(signal.SIGINT)
+            return len(data)
+
+    stream = io.TextIOWrapper(io.BufferedWriter(Screen()))
+    monkeypatch.setattr(sys, "stdout", stream)
+    result = Trainer(make_config(inputs, tmp_path, save_steps=None)).train()
+    assert (result.finished, result.result_dir) == (False, None)
 
 
 def test_a_second_ctrl_c_aborts(inputs, tmp_path):

@@ -74,6 +74,20 @@ def test_warmup_ratio_counts_from_all_steps_rounded_up():
     assert make_schedule(OptimConfig(warmup_ratio=0.1, warmup_steps=7), 11).warmup_steps == 7
 
 
+@pytest.mark.parametrize(("steps", "warmup", "decay"), [(1, 1, 0), (2, 1, 1), (5, 3, 2), (10, 5, 5)])
+def test_shares_that_fit_are_taken_though_both_round_up(steps, warmup, decay):
+    schedule = make_schedule(OptimConfig(lr_scheduler_type="wsd", warmup_ratio=0.5, decay_ratio=0.5), steps)
+    assert (schedule.warmup_steps, schedule.decay_steps) == (warmup, decay)
+
+
+@pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "wsd"])
+def test_runs_of_one_step_and_of_warm_up_alone(shape):
+    settings = {"learning_rate": 1.0, "lr_scheduler_type": shape, "decay_ratio": 0.0}
+    assert make_schedule(OptimConfig(**settings), 1)(0) == 1.0
+    schedule = make_schedule(OptimConfig(**settings, warmup_steps=4), 4)
+    assert [schedule(step) for step in range(4)] == [0.0, 0.25, 0.5, 0.75]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -12,7 +12,7 @@ from gapless.batch import BatchLayout, Document, build_batch
 from gapless.config import AdapterConfig, OptimConfig
 from gapless.models.weights import hf_views
 from gapless.training.optim import AdamW
-from gapless.training.step import accumulate, batch_loss, mean_loss, train_step
+from gapless.training.step import PendingMetrics, StepMetrics, accumulate, batch_loss, mean_loss, train_step
 from tiny import tiny_model
 
 ROW_TOKENS = 40
@@ -196,6 +196,26 @@ def test_train_step_takes_the_batch_s_learning_rate(dtype):
     key = "master/model.norm.weight" if dtype == "bf16" else "weight/model.norm.weight"
     moved = (dict(optimizer.tensors())[key] - before[key]).abs()
     torch.testing.assert_close(moved, torch.full_like(moved, 0.25))  # Adam's first step is the learning rate
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_metrics_arrive_on_the_host(finite):
+    metrics = StepMetrics(torch.tensor(1.25), torch.tensor(0.3), torch.tensor(finite))
+    assert PendingMetrics(metrics).read() == (1.25, torch.tensor(0.3).item(), finite)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_metrics_do_not_wait_for_what_was_launched_after_them():
+    metrics = StepMetrics(*(torch.ones((), device="cuda") for _ in range(3)))
+    PendingMetrics(metrics).read()  # pinned memory is there from now on
+    torch.cuda.synchronize()
+    pending = PendingMetrics(metrics)
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    later = torch.cuda.current_stream().record_event()
+    assert pending.read() == (1.0, 1.0, True)
+    assert not later.query()
+    torch.cuda.synchronize()
 
 
 def test_grad_norm_is_that_of_the_mean_loss():

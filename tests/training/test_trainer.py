@@ -2,7 +2,9 @@
 
 import json
 import math
+import resource
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +18,9 @@ from gapless.adapters.peft import load_adapter
 from gapless.batch import segments
 from gapless.config_file import load_config
 from gapless.data.tokenizer import Tokenizer
+from gapless.inference.generate import generate
 from gapless.models.weights import load_weights
+from gapless.training import samples
 from gapless.training.callbacks import Callback
 from gapless.training.checkpoint import CheckpointError, list_checkpoints, open_newest
 from gapless.training.metrics import TIMING_FIELDS, read_metrics
@@ -239,6 +243,35 @@ def test_a_bad_step_is_never_saved(inputs, tmp_path):
     assert not list_checkpoints(tmp_path / "checkpoints")
 
 
+def test_an_evaluation_that_is_not_finite_stops_the_run(inputs, tmp_path):
+    trained = []
+
+    def loss_fn(logits, labels):
+        loss = cross_entropy(logits, labels)
+        if torch.is_grad_enabled():
+            trained.append(loss.item())
+        return loss * float("nan") if len(trained) == 4 and not torch.is_grad_enabled() else loss
+
+    config = make_config(inputs, tmp_path, eval=(str(inputs / "eval.jsonl"),), eval_steps=2, save_steps=1)
+    with pytest.raises(NonFiniteLossError, match="step 2: the evaluation loss is nan.*data.eval.*step-000001"):
+        Trainer(config, loss_fn=loss_fn).train()
+
+
+class Flag(Callback):
+    """Whether torch had to be deterministic."""
+
+    def on_step_end(self, trainer, metrics):
+        self.seen = torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_algorithms_while_training_if_asked_for(inputs, tmp_path, deterministic):
+    flag = Flag()
+    Trainer(make_config(inputs, tmp_path, max_steps=2, deterministic=deterministic), callbacks=[flag]).train()
+    assert flag.seen is deterministic
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 # ---- going on ----
 
 
@@ -267,8 +300,10 @@ def test_a_finished_run_is_left_as_it_is(inputs, tmp_path, capsys):
     ],
 )
 def test_another_run_s_folder_is_refused(inputs, finished, settings, words):
+    run_file = (finished / "config.toml").read_text()
     with pytest.raises(ValueError, match=words):
         train(make_config(inputs, finished, **{"max_steps": 4, **settings}))
+    assert (finished / "config.toml").read_text() == run_file
 
 
 @pytest.fixture(scope="module")
@@ -306,6 +341,8 @@ def test_a_constant_rate_may_run_on(inputs, tmp_path):
     train(make_config(inputs, tmp_path / "longer", max_steps=4, **settings))
     train(make_config(inputs, tmp_path / "longer", max_steps=10, **settings))
     assert_same_outcome(outcome(tmp_path / "longer"), outcome(tmp_path / "straight"))
+    with pytest.raises(ValueError, match="step-000010 is past the end of a run of 9 steps"):
+        train(make_config(inputs, tmp_path / "longer", max_steps=9, **settings))
 
 
 def test_a_damaged_checkpoint_is_refused(inputs, tmp_path):
@@ -339,6 +376,43 @@ def test_a_folder_that_cannot_be_made_is_refused(inputs, tmp_path):
         train(make_config(inputs, tmp_path / "file" / "run"))
 
 
+@contextmanager
+def file_size_limit():
+    """Yields what sets the largest size of a file that can be written, as a full disk would."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard"])
+def test_a_log_that_cannot_be_written_is_one_line(inputs, tmp_path, file):
+    class Fill(Callback):
+        def on_step_end(self, trainer, metrics):
+            path = tmp_path / file if file == "metrics.jsonl" else next((tmp_path / file).iterdir())
+            limit(path.stat().st_size + 10)
+
+    report_to = ("tensorboard",) if file == "tensorboard" else ()
+    config = make_config(inputs, tmp_path, save_steps=None, report_to=report_to, max_steps=4)
+    with file_size_limit() as limit, pytest.raises(ValueError, match=r"cannot write .*: File too large; put that"):
+        Trainer(config, callbacks=[Fill()]).train()
+    assert train(config).finished
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_result_that_cannot_be_written_is_one_line_and_leaves_the_last_one(inputs, tmp_path, kind):
+    config = make_config(inputs, tmp_path, kind, max_steps=2)
+    result = train(config).result_dir
+    before = outcome(tmp_path, 2)
+    with file_size_limit() as limit:
+        limit(18000)
+        with pytest.raises(ValueError, match=rf"cannot write {result}: .*File too large"):
+            train(config)
+    assert_same_outcome(outcome(tmp_path, 2), before)
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
 def test_a_tokenizer_larger_than_the_embedding_is_refused(inputs, tmp_path):
     write_tiny_model(tmp_path / "model", vocab_size=300)
     Tokenizer.from_folder(inputs / "model").save(tmp_path / "model")
@@ -350,11 +424,16 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(inputs, tmp_path):
 # ---- samples, TensorBoard, wandb ----
 
 
-def test_samples_are_the_answers_of_the_model(inputs, tmp_path):
+def test_samples_are_the_answers_of_the_model(inputs, tmp_path, monkeypatch):
     config = make_config(
         inputs, tmp_path, sample_prompts=("hello\nthere", "what?"), sample_tokens=5, eval_steps=2, max_steps=4
     )
+    asked = []
+    monkeypatch.setattr(
+        samples, "generate", lambda *args, **settings: asked.append(len(asked)) or generate(*args, **settings)
+    )
     train(config)
+    assert len(asked) == 3
     text = (tmp_path / "samples.md").read_text()
     headings = [line for line in text.splitlines() if line.startswith("## ")]
     assert headings == ["## Step 0", "## Step 2", "## Step 4"]

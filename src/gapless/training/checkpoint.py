@@ -166,6 +166,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path / 'index.json'} has format_version {version}; this version of gapless reads {FORMAT_VERSION}, "
             "install the one that wrote it"
         )
+    if not isinstance(index.get("tensors"), dict) or not isinstance(index.get("files"), dict):
+        raise CheckpointError(f"{path / 'index.json'} is damaged: it has no tensors or no files")
     for name, expected in index["files"].items():
         _check_file(path / name, expected)
     state = _read_json(path / "state.json")

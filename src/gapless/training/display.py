@@ -7,11 +7,14 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from gapless.training.metrics import Metrics
 
 WARMUP_STEPS = 2
 """Steps that do not count for the speed: the first ones allocate and compile."""
+BAR_WIDTH, BAR_FROM_WIDTH = 24, 120
+"""Columns of the bar, and of the terminal from which on it is shown: the numbers come first."""
 
 
 class Clock:
@@ -65,7 +68,7 @@ class PlainDisplay:
 
     def step(self, metrics: Metrics, total_steps: int, remaining: float | None) -> None:
         """Print the step's line."""
-        print(f"step {metrics['step']}/{total_steps}  {step_text(metrics, remaining)}", flush=True)
+        print(step_line(metrics, total_steps, remaining), flush=True)
 
     def close(self) -> None:
         """Nothing to do."""
@@ -76,9 +79,10 @@ class BarDisplay:
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"), BarColumn(24), TextColumn("{task.description}"),
+            *([BarColumn(BAR_WIDTH)] if console.width >= BAR_FROM_WIDTH else []),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop")),
             console=console,
-        )  # fmt: skip
+        )
         self._task = self._progress.add_task("", total=None, visible=False)
         self._progress.start()
 
@@ -92,7 +96,7 @@ class BarDisplay:
             self._task,
             completed=int(metrics["step"]),
             total=total_steps,
-            description=step_text(metrics, remaining),
+            description=step_line(metrics, total_steps, remaining),
             visible=True,
         )
 
@@ -107,18 +111,18 @@ def make_display() -> Display:
     return BarDisplay(console) if console.is_terminal else PlainDisplay()
 
 
-def step_text(metrics: Metrics, remaining: float | None) -> str:
-    """The metrics of a step in one line."""
+def step_line(metrics: Metrics, total_steps: int, remaining: float | None) -> str:
+    """A step in one line, what matters most first: a narrow terminal cuts the rest."""
     parts = [
+        f"step {metrics['step']}/{total_steps}",
         f"loss {metrics['loss']:.4f}",
+        *([] if remaining is None else [f"{duration(remaining)} left"]),
+        f"{metrics['tokens_per_second']:.0f} tokens/s",
         f"grad {metrics['grad_norm']:.3g}",
         f"lr {metrics['learning_rate']:.3g}",
-        f"{metrics['tokens_per_second']:.0f} tokens/s",
         f"{short(metrics['trained_tokens'])} trained",
         f"{metrics['memory_gib']:.1f} GiB",
     ]
-    if remaining is not None:
-        parts.append(f"{duration(remaining)} left")
     return "  ".join(parts)
 
 

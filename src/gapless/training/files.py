@@ -12,6 +12,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 TEMPORARY = ".tmp-"
 
 
@@ -86,5 +88,6 @@ def writing(path: Path) -> Generator[None]:
     """
     try:
         yield
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise ValueError(f"cannot write {path}: {reason}; put that right and run the same command again") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,19 @@ class RunLog:
             ValueError: a file cannot be written, or wandb is asked for and not installed.
         """
         self._folder = Path(config.training.output_dir)
+        self._opened = ExitStack()
         self._events = self._wandb = None
-        self.metrics = MetricsLog(self._folder / "metrics.jsonl", after_step=after_step)
-        if "tensorboard" in config.logging.report_to:
-            first_step = 0 if after_step is None else after_step + 1
-            self._events = EventWriter(self._folder / "tensorboard", first_step=first_step)
+        # First, so that a run that is refused leaves the logs as they were.
         if "wandb" in config.logging.report_to:
             self._wandb = _open_wandb(config, wandb_id)
+            self._opened.callback(self._wandb.finish)
+        with files.writing(self._folder):
+            log = MetricsLog(self._folder / "metrics.jsonl", after_step=after_step)
+            self._metrics = self._opened.enter_context(closing(log))
+            if "tensorboard" in config.logging.report_to:
+                first_step = 0 if after_step is None else after_step + 1
+                events = EventWriter(self._folder / "tensorboard", first_step=first_step)
+                self._events = self._opened.enter_context(closing(events))
 
     @property
     def wandb_id(self) -> str | None:
@@ -43,32 +50,43 @@ class RunLog:
         Raises:
             ValueError: the disk is full.
         """
+        step = int(metrics["step"])
+        values = {_tag(name): value for name, value in metrics.items() if name != "step"}
         with files.writing(self._folder / "metrics.jsonl"):
-            self.metrics.write(metrics)
-            step = int(metrics["step"])
-            values = {_tag(name): value for name, value in metrics.items() if name != "step" and value is not None}
-            if self._events:
+            self._metrics.write(metrics)
+        if self._events:
+            with files.writing(self._folder / "tensorboard"):
                 self._events.scalars(step, values)
         if self._wandb:
             self._wandb.log(values, step=step)
 
+    def sync(self) -> None:
+        """Make the lines of metrics.jsonl durable; called before the checkpoint that counts on them is published.
+
+        Raises:
+            ValueError: the disk is full.
+        """
+        with files.writing(self._folder / "metrics.jsonl"):
+            self._metrics.sync()
+
     def evaluated(self, step: int) -> bool:
         """Whether an evaluation after `step` is in the log."""
-        return any(line["step"] == step and "eval_loss" in line for line in reversed(self.metrics.lines))
+        return any(line["step"] == step and "eval_loss" in line for line in reversed(self._metrics.lines))
 
     def draw(self) -> None:
         """Write loss.svg."""
         path = self._folder / "loss.svg"
         with files.writing(path):
-            files.write_text(path, loss_plot(self.metrics.lines, self._folder.resolve().name))
+            files.write_text(path, loss_plot(self._metrics.lines, self._folder.resolve().name))
 
     def close(self) -> None:
-        """Close all."""
-        self.metrics.close()
-        if self._events:
-            self._events.close()
-        if self._wandb:
-            self._wandb.finish()
+        """Close all.
+
+        Raises:
+            ValueError: the disk is full.
+        """
+        with files.writing(self._folder):
+            self._opened.close()
 
 
 def _tag(name: str) -> str:

@@ -39,7 +39,7 @@ class MetricsLog:
         self._file.flush()
 
     def sync(self) -> None:
-        """Make all lines durable; called before the checkpoint that counts on them is published."""
+        """Make all lines durable."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """The whole lines of a metrics.jsonl; empty if there is none.
 
     Raises:
-        ValueError: a line other than the last is not JSON.
+        ValueError: a whole line is not a JSON object with a step.
     """
     if not path.exists():
         return []
@@ -60,7 +60,10 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     metrics = []
     for number, line in enumerate(lines, start=1):
         try:
-            metrics.append(json.loads(line))
+            value = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{number} is not JSON; delete the line to go on") from error
+        if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+            raise ValueError(f"{path}:{number} has no step; delete the line to go on")
+        metrics.append(value)
     return metrics

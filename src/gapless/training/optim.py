@@ -1,7 +1,9 @@
 """AdamW with float32 state, float32 gradient accumulation, and an update that a bad step cannot make.
 
 The update is Loshchilov and Hutter 2019 ("Decoupled Weight Decay Regularization", algorithm 2), run by the fused kernel
-that is behind `torch.optim.AdamW(fused=True)`. Around it:
+that is behind `torch.optim.AdamW(fused=True)`; its signature is the same in torch 2.11 and 2.13. Not through the class:
+the clip and the skip on the device it takes from attributes that are no more public than the kernel (`grad_scale`,
+`found_inf`), it counts steps for every tensor, and making one loads torch's compiler for seconds. Around the kernel:
 
 * Parameters in bf16 have float32 masters (unless `pure_bf16`), since a step of 1e-5 relative to the weight is lost in
   bf16's 8 bits. Moments are float32 always: in bf16 the second moment cannot decay by 0.999.

@@ -27,16 +27,20 @@ def write_result(model: Decoder, tokenizer: Tokenizer, config: RunConfig, folder
     lora = config.adapter.type == "lora"
     target = folder / ("adapter" if lora else "model")
     partial = files.temporary(target)
-    with files.writing(target):
-        partial.mkdir()
-        if lora:
-            save_adapter(model, config.adapter, partial, Path(config.model.path).absolute())
-        else:
-            save_weights(partial, merged_tensors(model))
-            _write_config(Path(config.model.path, "config.json"), partial / "config.json", config.model.dtype)
-            tokenizer.save(partial)
-        files.sync_tree(partial)
-        files.publish(target)
+    try:
+        with files.writing(target):
+            partial.mkdir()
+            if lora:
+                save_adapter(model, config.adapter, partial, Path(config.model.path).absolute())
+            else:
+                save_weights(partial, merged_tensors(model))
+                _write_config(Path(config.model.path, "config.json"), partial / "config.json", config.model.dtype)
+                tokenizer.save(partial)
+            files.sync_tree(partial)
+            files.publish(target)
+    finally:
+        # Half a result on a disk that is full would only be in the way.
+        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 

@@ -64,11 +64,13 @@ def open_run_folder(config: RunConfig) -> Generator[Path]:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"another process is training in {folder}; wait for it or name another folder") from error
         with files.writing(folder):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"another process is training in {folder}; wait for it or name another folder"
+                ) from error
             files.clear_temporary(folder)
             files.clear_temporary(folder / "checkpoints")
         yield folder
@@ -106,11 +108,16 @@ def settings(config: RunConfig) -> dict[str, Any]:
 
 
 def check_total_steps(checkpoint: Checkpoint, config: RunConfig, total_steps: int) -> None:
-    """Refuse another length where the learning rates so far would have been others.
+    """Refuse a length that the run has exceeded, or with which the learning rates so far would have been others.
 
     Raises:
         ValueError: with both numbers.
     """
+    if checkpoint.step > total_steps:
+        raise ValueError(
+            f"{checkpoint.path} is past the end of a run of {total_steps} steps; raise training.max_steps or "
+            "num_train_epochs, or name another training.output_dir"
+        )
     fixed = config.optim.lr_scheduler_type == "constant" and (
         config.optim.warmup_steps or not config.optim.warmup_ratio
     )

@@ -57,10 +57,13 @@ def make_schedule(config: OptimConfig, total_steps: int) -> Schedule:
     if config.lr_scheduler_type == "constant" and config.min_lr_ratio:
         raise ValueError("optim.min_lr_ratio needs a schedule that falls; lr_scheduler_type is constant")
     warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_steps)
-    decay = total_steps - warmup
+    left = total_steps - warmup
+    decay = left
     if config.lr_scheduler_type == "wsd":
         decay = math.ceil(config.decay_ratio * total_steps)
-    if warmup + decay > total_steps or decay < 0:
+        if not config.warmup_steps and config.warmup_ratio + config.decay_ratio <= 1:
+            decay = min(decay, left)  # the shares fit; rounded up, both need not
+    if left < max(decay, 0):
         raise ValueError(
             f"{warmup} steps of warm-up and {max(decay, 0)} of decay exceed the run's {total_steps} steps; "
             "lower optim.warmup_steps, warmup_ratio or decay_ratio"

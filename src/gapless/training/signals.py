@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 
@@ -35,4 +38,7 @@ class StopSignals:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
-        print(f"\n{self.received}: finishing this step, then saving; press Ctrl-C again to abort", flush=True)
+        # Not print: the signal may have come in the middle of one, and streams cannot be entered twice.
+        with contextlib.suppress(OSError, ValueError):
+            text = f"\n{self.received}: finishing this step, then saving; press Ctrl-C again to abort\n"
+            os.write(sys.stderr.fileno(), text.encode())

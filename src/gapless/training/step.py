@@ -34,6 +34,27 @@ class StepMetrics:
     """Whether both are finite; if not, the step changed nothing."""
 
 
+class PendingMetrics:
+    """A step's metrics, being copied to the host.
+
+    The copy is queued behind the step. Reading waits for the copy alone: `Tensor.item` would be queued behind the steps
+    launched since, and wait for them too.
+    """
+
+    def __init__(self, metrics: StepMetrics) -> None:
+        """Queue the copy; returns at once."""
+        values = torch.stack([metrics.loss, metrics.grad_norm, metrics.finite.float()])
+        self._values = values.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
+
+    def read(self) -> tuple[float, float, bool]:
+        """Loss, gradient norm and whether they are finite, as soon as the step is done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        loss, grad_norm, finite = self._values.tolist()
+        return loss, grad_norm, bool(finite)
+
+
 def train_step(
     model: Decoder, optimizer: AdamW, data: TrainStep, loss_fn: LossFunction | None = None
 ) -> StepMetrics | None:

@@ -42,7 +42,7 @@ from gapless.training.result import write_result
 from gapless.training.samples import write_samples
 from gapless.training.schedule import make_schedule
 from gapless.training.signals import StopSignals
-from gapless.training.step import LossFunction, StepMetrics, mean_loss, train_step
+from gapless.training.step import LossFunction, PendingMetrics, mean_loss, train_step
 
 
 class NonFiniteLossError(ValueError):
@@ -64,7 +64,7 @@ class Pending:
 
     step: int
     data: TrainStep
-    metrics: StepMetrics
+    metrics: PendingMetrics
     finished: float | None
     """When it was done, if that is known."""
 
@@ -126,6 +126,7 @@ class Trainer:
         self._signals = StopSignals()
         self._totals = Totals()
         self._pending: Pending | None = None
+        self._evaluated: int | None = None
         with ExitStack() as self._opened:
             self._opened.enter_context(setup.determinism(self.config.training.deterministic))
             self._folder = self._opened.enter_context(run_folder.open_run_folder(self.config))
@@ -142,7 +143,6 @@ class Trainer:
         self._base = run_folder.base_identity(self.config.model.path)
         if checkpoint:
             run_folder.check_base(checkpoint, self._base)
-        run_folder.write_resolved(self.config, self._folder)
         self.tokenizer = Tokenizer.from_folder(self.config.model.path, self.config.data.chat_template)
         train_store, self._eval_store = setup.build_stores(self.config, self.tokenizer)
         for name, store in (("train", train_store), ("eval", self._eval_store)):
@@ -151,6 +151,8 @@ class Trainer:
         self._build(train_store)
         if checkpoint:
             self._restore(checkpoint)
+        # Not before: a run that is refused leaves the folder's run file as it was.
+        run_folder.write_resolved(self.config, self._folder)
         state = checkpoint.state if checkpoint else {"seconds": 0.0, "wandb_id": None}
         self._clock = Clock(state["seconds"])
         log = RunLog(self.config, after_step=self.step if checkpoint else None, wandb_id=state["wandb_id"])
@@ -203,14 +205,16 @@ class Trainer:
         """Launch a step, then read the metrics of the one before it."""
         data = self._loader.next_step()
         metrics = train_step(self.model, self.optimizer, data, self._loss_fn)
-        # A CPU is done now; a GPU when the metrics can be read.
-        finished = time.perf_counter() if self.device.type == "cpu" else None
         self.step += 1
-        self._read_metrics()
+        launched = None
         if metrics is None:
             self._display.message(f"step {self.step} has no trained token in its rows and was skipped")
         else:
-            self._pending = Pending(self.step, data, metrics, finished)
+            # A CPU is done now; a GPU when the metrics can be read.
+            finished = time.perf_counter() if self.device.type == "cpu" else None
+            launched = Pending(self.step, data, PendingMetrics(metrics), finished)
+        self._read_metrics()
+        self._pending = launched
 
     def _pause(self) -> None:
         """Catch up with the device, then evaluate and save if due."""
@@ -235,6 +239,7 @@ class Trainer:
         return self.step in (0, self.total_steps) or self._stop or bool(every and self.step % every == 0)
 
     def _learning_rate(self, step: int) -> float:
+        # The loader is built before the schedule: it knows how many steps there are.
         return self._schedule(step)
 
     def _read_metrics(self) -> None:
@@ -242,8 +247,8 @@ class Trainer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        loss, grad_norm = pending.metrics.loss.item(), pending.metrics.grad_norm.item()
-        if not pending.metrics.finite.item():
+        loss, grad_norm, finite = pending.metrics.read()
+        if not finite:
             raise NonFiniteLossError(self._non_finite_text(pending, loss, grad_norm))
         self._totals.loss_sum += loss * pending.data.num_trained
         self._totals.trained_tokens += pending.data.num_trained
@@ -269,28 +274,35 @@ class Trainer:
     def _non_finite_text(self, pending: Pending, loss: float, grad_norm: float) -> str:
         rows = pending.data.where()
         more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
-        saved = list_checkpoints(self._folder / "checkpoints")
-        last = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
         return (
             f"step {pending.step}: the loss is {loss} and the gradient norm {grad_norm}; the weights are those before "
-            f"the step, {last}; rows of the step: {', '.join(rows[:8])}{more}"
+            f"the step, {self._last_checkpoint()}; rows of the step: {', '.join(rows[:8])}{more}"
         )
+
+    def _last_checkpoint(self) -> str:
+        saved = list_checkpoints(self._folder / "checkpoints")
+        return f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
 
     # ---- evaluation and saving ----
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate and sample, unless the log shows that this was done before a resume."""
-        if not self._evaluation_due or self._log.evaluated(self.step):
+        """Evaluate and sample, unless this was done at this step, or the log shows it was before a resume."""
+        if not self._evaluation_due or self._evaluated == self.step or self._log.evaluated(self.step):
             return
+        if self._signals.received:
+            return  # the resumed run does it
         if self._eval_store is not None:
             batches = setup.evaluation_batches(self.config, self._eval_store, self._eval_layout, self.device)
             uninterrupted = takewhile(lambda _: not self._signals.received, batches)
             loss = mean_loss(self.model, uninterrupted, self._loss_fn)
             if loss is None or self._signals.received:
-                return  # cut short: the resumed run does it
+                return  # cut short
             self._display.message(f"step {self.step}/{self.total_steps}  eval loss {loss:.4f}")
             if not math.isfinite(loss):
-                raise NonFiniteLossError(f"step {self.step}: the evaluation loss is {loss}; the weights are finite")
+                raise NonFiniteLossError(
+                    f"step {self.step}: the evaluation loss is {loss}, though every training step so far was finite; "
+                    f"look for what is special in data.eval; {self._last_checkpoint()}"
+                )
             self._totals.eval_loss = loss
             line: Metrics = {"step": self.step, "eval_loss": loss}
             self._log.write(line)
@@ -299,13 +311,14 @@ class Trainer:
         if self.config.logging.sample_prompts:
             write_samples(self._folder / "samples.md", self.model, self.tokenizer, self.config.logging, self.step)
         self._log.draw()
+        self._evaluated = self.step
 
     def _save(self) -> None:
         """Publish a checkpoint of this step, whose metrics were read."""
         folder = self._folder / "checkpoints"
         if (folder / folder_name(self.step)).exists():
             return
-        self._log.metrics.sync()
+        self._log.sync()
         state = {
             "settings": run_folder.settings(self.config),
             "total_steps": self.total_steps,
