@@ -278,6 +278,20 @@ def test_turns_that_cannot_be_told_are_refused(tmp_path):
         encode(tokenizer, {"messages": [ASK, ANSWER, ASK_AGAIN, ANSWER]})
 
 
+def test_answers_without_their_thinking_are_counted(tokenizers):
+    for template, messages, count in (
+        ("qwen3", [ASK, THOUGHT], 0),
+        ("qwen3", [ASK, REASONED], 0),
+        ("qwen3", [ASK, THOUGHT, ASK_AGAIN, REASONED], 1),
+        ("qwen3", [ASK, {**ANSWER, "thinking": "Hm."}, ASK_AGAIN, {**THOUGHT, "weight": 0}], 1),
+        ("chatml", [ASK, THOUGHT, ASK_AGAIN, ANSWER], 0),
+        ("chatml", [ASK, REASONED], 1),
+    ):
+        encoder = RowEncoder(tokenizers[template])
+        encoder.prepare({"messages": messages})
+        assert encoder.shortened_turns == count
+
+
 def test_answers_without_an_end_token_are_counted(tmp_path):
     source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     tokenizer = with_template(tmp_path, source)

@@ -215,7 +215,7 @@ def test_states_of_other_runs_are_refused(store, tokenizer):
     ):
         with pytest.raises(ValueError, match=name):
             make(store, **options).load_state_dict(state)
-    with pytest.raises(ValueError, match="format_version 2"):
+    with pytest.raises(ValueError, match="format_version 2, known: 1; resume with the gapless that wrote it"):
         make(store).load_state_dict({**state, "format_version": 2})
 
 
@@ -231,6 +231,20 @@ def test_errors_of_the_worker_reach_the_caller(store):
     with pytest.raises(ArithmeticError, match="no rate"):
         loader.next_step()
     loader.close()
+
+
+def test_an_interrupted_wait_skips_no_step(store, monkeypatch):
+    loader = make(store)
+    loader.next_step()
+
+    def interrupted():
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loader._ahead[0], "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loader.next_step()
+    assert [step.step for step in take(loader, 2)] == [1, 2]
 
 
 def test_steps_are_built_ahead_by_a_worker_that_close_ends(store):

@@ -55,6 +55,32 @@ def test_a_block_of_parquet_is_smaller_than_a_row_group(tmp_path):
     assert read_all(tmp_path / "a.parquet") == rows
 
 
+def test_a_row_group_that_was_read_is_not_kept(tmp_path):
+    """A token store keeps its rows for the whole run, to name their places."""
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [str(i) * 1000 for i in range(3000)]}), path)
+    before = pyarrow.total_allocated_bytes()
+    rows = open_rows(path)
+    rows[0]
+    held = pyarrow.total_allocated_bytes() - before
+    assert held > 3_000_000
+    assert [rows[index]["text"] for index in (2999, 0, 2999)] == ["2999" * 1000, "0" * 1000, "2999" * 1000]
+    assert pyarrow.total_allocated_bytes() - before < held / 10
+
+
+def test_damaged_parquet_pages(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [str(i) for i in range(3000)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=1000, use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 - 500 : len(data) // 2 + 500] = b"\xff" * 1000
+    path.write_bytes(data)
+    assert open_rows(path)[0] == {"text": "0"}
+    with pytest.raises(ValueError, match=r"a\.parquet: rows 1000 to 1999 are damaged: ") as caught:
+        open_rows(path)[1500]
+    assert "\n" not in str(caught.value)
+
+
 strings = st.text(st.sampled_from('a"\\[]{},:\n é'), max_size=6)
 values = (
     st.none() | st.integers() | strings | st.lists(strings, max_size=3) | st.dictionaries(strings, strings, max_size=2)

@@ -60,6 +60,11 @@ class RowEncoder:
         """Trained assistant turns that the template closes without an end token, so far."""
         return self._chat.unended
 
+    @property
+    def shortened_turns(self) -> int:
+        """Trained assistant turns of which the template leaves out the beginning or the reasoning, so far."""
+        return self._chat.shortened
+
     def prepare(self, row: Mapping[str, Any]) -> Prepared:
         """Everything but the encoding.
 
@@ -145,12 +150,13 @@ class ChatSpans:
 
     Attributes:
         unended: trained turns found without an end token.
+        shortened: trained turns found without their beginning or reasoning.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._traits: _Traits | None = None
-        self.unended = 0
+        self.unended = self.shortened = 0
 
     def spans(self, row: ChatRow) -> tuple[str, list[Span]]:
         """The text of a conversation and the characters of its trained turns, ascending.
@@ -169,6 +175,9 @@ class ChatSpans:
             if later[0] < earlier[1]:
                 raise ValueError("the chat template mixes two assistant turns; the trained tokens cannot be told")
         self.unended += sum(not text[:end].endswith(self._tokenizer.end_tokens) for _, end in spans)
+        learned = (message for message, learn in zip(messages, row.learned, strict=True) if learn)
+        turns = zip(learned, spans, strict=True)
+        self.shortened += sum(_is_shortened(message, text[start:end]) for message, (start, end) in turns)
         return text, spans
 
     def _prepared(self, row: ChatRow, traits: _Traits) -> list[Message]:
@@ -218,6 +227,12 @@ def _probe(tokenizer: Tokenizer) -> _Traits:
         # Two blanks: a template that parses and prints again would leave one.
         parses_arguments='{"k":  1}' not in as_string,
     )
+
+
+def _is_shortened(message: Message, turn: str) -> bool:
+    """Whether a turn lacks the first word of what the row says: some templates leave thinking out."""
+    said = (message.get(name) for name in ("content", "reasoning_content", "reasoning", "thinking"))
+    return any(isinstance(text, str) and text.strip() and text.split()[0] not in turn for text in said)
 
 
 def _try_render(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: Any) -> str | None:

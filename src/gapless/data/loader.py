@@ -140,7 +140,9 @@ class Loader:
         while len(self._ahead) < self._prefetch:
             # One worker runs these one after the other: each continues where the one before stopped.
             self._ahead.append(self._worker.submit(self._build))
-        built = self._ahead.popleft().result()
+        built = self._ahead[0].result()
+        # Only now: a step that was waited for in vain (Ctrl-C) is the next one still.
+        self._ahead.popleft()
         self._ahead.append(self._worker.submit(self._build))
         self._position = built.after
         on_device = [batch.to(self._device) for batch in built.step.micro_batches]
@@ -166,7 +168,8 @@ class Loader:
         """
         if state.get("format_version") != STATE_VERSION:
             raise ValueError(
-                f"the loader's state has format_version {state.get('format_version')}, known: {STATE_VERSION}"
+                f"the loader's state has format_version {state.get('format_version')}, known: {STATE_VERSION}; resume "
+                "with the gapless that wrote it, or start a new output_dir"
             )
         if state["data"] != self._store.fingerprint:
             raise ValueError(

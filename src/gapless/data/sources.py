@@ -338,11 +338,21 @@ class _Parquet:
         group = bisect.bisect_right(self._starts, index) - 1
         block, within = divmod(index - self._starts[group], self._BLOCK)
         if self._block[:2] != (group, block):
-            if self._group[0] != group:
-                self._group = (group, self._file.read_row_group(group))
-            rows = self._group[1].slice(block * self._BLOCK, self._BLOCK).to_pylist()
-            self._block = (group, block, rows)
+            self._block = (group, block, self._read_block(group, block))
         return self._block[2][within]
+
+    def _read_block(self, group: int, block: int) -> list[Row]:
+        if self._group[0] != group:
+            try:
+                self._group = (group, self._file.read_row_group(group))
+            except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
+                first, last = self._starts[group], self._starts[group + 1] - 1
+                raise ValueError(f"{self.path.name}: rows {first} to {last} are damaged: {error}") from error
+        rows = self._group[1].slice(block * self._BLOCK, self._BLOCK).to_pylist()
+        if (block + 1) * self._BLOCK >= self._starts[group + 1] - self._starts[group]:
+            # Rows are read in order: the group has been used up and would only take memory while the run goes on.
+            self._group = (-1, None)
+        return rows
 
     def where(self, index: int) -> str:
         return f"{self.path.name}:row {index}"

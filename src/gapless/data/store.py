@@ -57,6 +57,8 @@ class TokenReport:
     """Tokens of the longest row read, before any cut."""
     unended_turns: int = 0
     """Trained assistant turns that the chat template closes without an end token."""
+    shortened_turns: int = 0
+    """Trained assistant turns of which the chat template leaves out the beginning or the reasoning."""
     max_length: int = 0
 
     def lines(self) -> list[str]:
@@ -71,6 +73,11 @@ class TokenReport:
             lines.append(
                 f"{self.unended_turns:,} answers end without an end token in the chat template: the model will not "
                 "learn to stop"
+            )
+        if self.shortened_turns:
+            lines.append(
+                f"{self.shortened_turns:,} answers are trained without their thinking, which the chat template leaves "
+                "out"
             )
         return lines
 
@@ -181,7 +188,7 @@ def _fill(sink: _Sink, rows: Rows, tokenizer: Tokenizer, config: DataConfig) -> 
         report.tokens += len(kept.tokens)
         report.trained += int(kept.trained[1:].sum())
         sink.add(kept, row)
-    report.unended_turns = encoder.unended_turns
+    report.unended_turns, report.shortened_turns = encoder.unended_turns, encoder.shortened_turns
     if not report.kept:
         counts = "; ".join(f"{count:,} {reason}" for reason, count in report.dropped.items())
         raise ValueError(
