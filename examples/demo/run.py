@@ -129,12 +129,13 @@ def report(before: Score, after: Score, losses: tuple[float, float], path: Path)
 
 def show_next(run: Path, merged: Path, system: str) -> None:
     """Print commands to go on with."""
-    gapless_command = here(Path(sys.executable).parent / "gapless")
+    command = here(Path(sys.executable).parent / "gapless")
+    note = "Ann Lee of Acme ordered two chairs for 1,200 dollars on May 3rd, 2025."
     print(f"""
 Next, your own note:
-  {gapless_command} generate {here(merged)} --system "{system}" --prompt "Lunch with Ann Lee of Acme on May 3rd, 2025."
+  {command} generate {here(merged)} --system "{system}" --prompt "{note}"
 Another rank, or your own rows in data.train:
-  {gapless_command} train {here(HERE / "run.toml")} --training.output_dir runs/mine --adapter.r 8
+  {command} train {here(HERE / "run.toml")} --training.output_dir runs/mine --adapter.r 8
 Loss and speed by step:
   {here(run / "loss.svg")}, {here(run / "metrics.jsonl")}; tensorboard --logdir {here(run)}""")
 
