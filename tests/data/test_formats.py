@@ -47,6 +47,8 @@ def test_sharegpt():
     assert chat.learned == [False, False, True, False, True]
     assert chat.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
     assert chat.tools == [{"type": "function", "function": TOOL}]
+    for role in ("gpt", "chatgpt", "bing", "bard", "model", "assistant"):
+        assert read({"conversations": [{"from": role, "value": "a"}]}) == ChatRow([ASSISTANT], [True])
     assert read({"conversations": [USER, ASSISTANT]}) == ChatRow([USER, ASSISTANT], [False, True])
 
 
@@ -57,6 +59,7 @@ def test_alpaca():
     assert [message["content"] for message in chat.messages] == ["s", "h", "g", "i\n\nx", "o"]
     assert chat.learned == [False, False, True, False, True]
     assert read({"instruction": "i", "input": "", "output": "o"}).messages[0]["content"] == "i"
+    assert read({"instruction": "", "input": "x", "output": "o"}).messages[0]["content"] == "x"
 
 
 def test_typed_parts():
@@ -96,6 +99,8 @@ BAD = {
     "tools": ({"messages": [USER], "tools": "{"}, {}, "tools is not valid JSON"),
     "tools type": ({"messages": [USER], "tools": {"name": "f"}}, {}, "tools must be a list"),
     "history": ({"instruction": "i", "output": "o", "history": ["x"]}, {}, "history must be a list of"),
+    "history of no list": ({"instruction": "i", "output": "o", "history": 5}, {}, "history must be a list of"),
+    "input": ({"instruction": "", "input": 3, "output": "o"}, {}, "input must be a string, not int"),
 }
 
 

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -76,6 +77,18 @@ def test_errors_name_the_row(tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n\n{"texts": "x"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl:3: no column 'text' for format text \(the row has 'texts'\)"):
+        tokenize([path], tokenizer, config())
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": "a\ud83d b"}, {"messages": [ASK, {**ANSWER, "content": "a\ud83d b"}]}], ids=str
+)
+def test_half_a_surrogate_pair(tokenizer, row, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:1: the text holds '\\ud83d', half of a surrogate pair, .* remove the"
+    ):
         tokenize([path], tokenizer, config())
 
 

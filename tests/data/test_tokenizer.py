@@ -136,6 +136,25 @@ def test_special_tokens_as_objects(tmp_path):
     assert tokenizer.render([ASK]) == oracle(tmp_path).apply_chat_template([ASK], tokenize=False)
 
 
+@pytest.mark.parametrize("template", [3, {"default": "x"}, [{"name": "default"}], ["x"]], ids=str)
+def test_templates_of_another_form_are_refused(tmp_path, template):
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(
+        ValueError, match="chat_template must be a template or a list of {name, template}; name a Jinja"
+    ):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("ids", ["2", ["2"], [2, None], 2.0], ids=str)
+def test_end_tokens_that_no_token_would_equal_are_refused(tmp_path, ids):
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id must be a token id or a list"):
+        _ = Tokenizer.from_folder(tmp_path).eos_ids
+
+
 def test_truncation_left_in_the_file_is_not_applied(tmp_path):
     write_tiny_tokenizer(tmp_path)
     file = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -164,6 +183,9 @@ def test_bad_folders(tmp_path):
     write_tiny_tokenizer(tmp_path)
     set_template(tmp_path, "{% for m in messages %}\n{{ m.content }")
     with pytest.raises(ValueError, match="line 2, is not Jinja"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"{# \xff #}")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8 .* at byte 3\); convert the file"):
         Tokenizer.from_folder(tmp_path)
     set_template(tmp_path, "{{ raise_exception('only one turn') }}")
     with pytest.raises(ValueError, match="refuses the conversation: only one turn"):

@@ -6,6 +6,8 @@ from tests.tiny import tiny_config
 from gapless.models.families import decoder_config
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 8}
+YARN = {"type": "yarn", "factor": 2.0}
+LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 REFUSED = [
     ("llama", {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel"),
@@ -42,6 +44,21 @@ REFUSED = [
     ("qwen2", {**SLIDING, "layer_types": ["chunked_attention"] * 3}, "layer_types chunked_attention"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is not true"),
     ("qwen2", {**SLIDING, "sliding_window": 0}, "sliding_window must be"),
+    ("qwen2", {**SLIDING, "max_window_layers": "all"}, "max_window_layers must be a whole number, not 'all'"),
+    (
+        "qwen2",
+        {**SLIDING, "layer_types": "full_attention"},
+        "layer_types must be a list of names, not 'full_attention'",
+    ),
+    ("llama", {"architectures": "FooForCausalLM"}, "architectures must be a list of names, not 'FooForCausalLM'"),
+    ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps must be a positive number, not inf"),
+    ("llama", {"rope_scaling": {"type": ["yarn"]}}, "rope type ['yarn'] is not supported"),
+    ("llama", {"rope_scaling": {**YARN, "mscale": "a", "mscale_all_dim": 1}}, "mscale must be a positive number"),
+    (
+        "llama",
+        {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}},
+        "low_freq_factor 4.0 must be under high_freq_factor",
+    ),
 ]
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from tokenizers import Encoding
 
 from gapless.batch import Document
-from gapless.data.formats import ChatRow, Format, Message, RowReader, TextRow
+from gapless.data.formats import ChatRow, Format, Message, PromptRow, RowReader, TextRow
 from gapless.data.tokenizer import Tokenizer
 
 Span = tuple[int, int]
@@ -71,7 +71,18 @@ class RowEncoder:
         Raises:
             ValueError: the row is not of its format, or the template refuses it; the caller adds the row's place.
         """
-        content = self._reader.read(row)
+        prepared = self._prepare(self._reader.read(row))
+        try:
+            prepared.text.encode()
+        except UnicodeEncodeError as error:
+            # JSON can spell it (\ud83d without its partner), as files that were cut in the wrong place do.
+            raise ValueError(
+                f"the text holds {error.object[error.start]!a}, half of a surrogate pair, which is no character; "
+                "correct or remove the row"
+            ) from error
+        return prepared
+
+    def _prepare(self, content: TextRow | PromptRow | ChatRow) -> Prepared:
         if isinstance(content, ChatRow):
             return self._prepare_chat(content)
         if self.tokenizer.eos_id is None:

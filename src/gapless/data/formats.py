@@ -36,6 +36,9 @@ _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
     "assistant": "assistant",
     "model": "assistant",
     "system": "system",
@@ -171,15 +174,15 @@ def _read_alpaca(values: Mapping[str, Any]) -> ChatRow:
     messages: list[Message] = []
     if values.get("system"):
         messages.append({"role": "system", "content": _string(values["system"], "system")})
-    for pair in values.get("history") or ():
-        if not _is_list(pair) or len(pair) != 2:
-            raise ValueError("history must be a list of [instruction, answer] pairs")
-        question, answer = pair
+    history = values.get("history") or []
+    if not _is_list(history) or not all(_is_list(pair) and len(pair) == 2 for pair in history):
+        raise ValueError("history must be a list of [instruction, answer] pairs")
+    for question, answer in history:
         messages.append({"role": "user", "content": _string(question, "history")})
         messages.append({"role": "assistant", "content": _string(answer, "history")})
     question = _string(values["instruction"], "instruction")
     if values.get("input"):
-        question = f"{question}\n\n{_string(values['input'], 'input')}" if question else values["input"]
+        question = "\n\n".join(filter(None, [question, _string(values["input"], "input")]))
     messages.append({"role": "user", "content": question})
     messages.append({"role": "assistant", "content": _string(values["output"], "output")})
     return ChatRow(messages, [_learned(message) for message in messages], _tools(values.get("tools")))

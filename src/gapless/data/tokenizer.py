@@ -95,7 +95,7 @@ class Tokenizer:
         override = Path(chat_template)
         if not override.is_file():
             raise ValueError(f"chat_template {override} does not exist")
-        return cls(path, fast, {"default": override.read_text(encoding="utf-8")}, overridden=True)
+        return cls(path, fast, {"default": _read_text(override)}, overridden=True)
 
     # ---- text ----
 
@@ -277,12 +277,19 @@ class Tokenizer:
         return written
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert the file") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(value).__name__}")
@@ -304,8 +311,12 @@ def _special_tokens(path: Path) -> dict[str, str]:
 
 
 def _generation_eos(path: Path) -> list[int]:
-    value = _read_json(path / "generation_config.json").get("eos_token_id")
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
+    file = path / "generation_config.json"
+    value = _read_json(file).get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(index) is int for index in ids):
+        raise ValueError(f"{file}: eos_token_id must be a token id or a list of them, not {value!r}")
+    return ids
 
 
 def _folder_templates(path: Path) -> dict[str, str]:
@@ -313,16 +324,21 @@ def _folder_templates(path: Path) -> dict[str, str]:
     file = path / "chat_template.jinja"
     if file.is_file():
         extra = {
-            other.stem: other.read_text(encoding="utf-8")
-            for other in sorted((path / "additional_chat_templates").glob("*.jinja"))
+            other.stem: _read_text(other) for other in sorted((path / "additional_chat_templates").glob("*.jinja"))
         }
-        return {"default": file.read_text(encoding="utf-8"), **extra}
+        return {"default": _read_text(file), **extra}
     template = _read_json(path / "tokenizer_config.json").get("chat_template")
     if template is None:
         return {}
     if isinstance(template, str):
         return {"default": template}
-    return {entry["name"]: entry["template"] for entry in template}
+    entries = template if isinstance(template, list) else [template]
+    if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in entries):
+        raise ValueError(
+            f"{path / 'tokenizer_config.json'}: chat_template must be a template or a list of {{name, template}}; "
+            "name a Jinja file with data.chat_template"
+        )
+    return {entry["name"]: entry["template"] for entry in entries}
 
 
 # ---- the sandbox ----

@@ -29,6 +29,8 @@ def decoder_config(hf_config: Mapping[str, Any], max_length: int | None = None) 
     """
     model_type = hf_config.get("model_type")
     architectures = hf_config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"config.json: architectures must be a list of names, not {architectures!r}")
     if model_type not in _FAMILIES:
         name = ", ".join(architectures) or model_type or "unnamed"
         raise ValueError(f"architecture {name} is not supported; {', '.join(known_architectures())} are")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -161,7 +162,7 @@ def head_dim(fields: Fields, hidden: int, heads: int) -> int:
 
 
 def _positive(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"config.json: {name} must be a positive number, not {value!r}")
     return float(value)
 
@@ -205,7 +206,7 @@ def rotary_config(fields: Fields, max_length: int | None) -> RotaryConfig:
     positions = fields.config.get("max_position_embeddings")
     kind, legacy = raw.pop("rope_type", None), raw.pop("type", None)
     kind = kind or legacy or "default"
-    if kind not in _ROTARY_KEYS:
+    if not isinstance(kind, str) or kind not in _ROTARY_KEYS:
         raise ValueError(f"config.json: rope type {kind!r} is not supported; {', '.join(_ROTARY_KEYS)} are")
     partial = raw.pop("partial_rotary_factor", 1)
     if partial not in (1, None):
@@ -223,17 +224,24 @@ def rotary_config(fields: Fields, max_length: int | None) -> RotaryConfig:
             factor = _value(raw, kind, "factor")
             return RotaryConfig(kind="dynamic", theta=theta, factor=factor, trained_length=trained, length=length)
         case "llama3":
-            return RotaryConfig(
-                kind="llama3",
-                theta=theta,
-                factor=_value(raw, kind, "factor"),
-                low_freq_factor=_value(raw, kind, "low_freq_factor"),
-                high_freq_factor=_value(raw, kind, "high_freq_factor"),
-                trained_length=_length(original or positions, "original_max_position_embeddings"),
-            )
+            return _llama3(raw, theta, original, positions)
         case "yarn":
             return _yarn(raw, theta, original, positions)
     return RotaryConfig(theta=theta)
+
+
+def _llama3(raw: dict[str, Any], theta: float, original: Any, positions: Any) -> RotaryConfig:
+    low, high = (_value(raw, "llama3", name) for name in ("low_freq_factor", "high_freq_factor"))
+    if low >= high:
+        raise ValueError(f"config.json: low_freq_factor {low} must be under high_freq_factor {high}")
+    return RotaryConfig(
+        kind="llama3",
+        theta=theta,
+        factor=_value(raw, "llama3", "factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        trained_length=_length(original or positions, "original_max_position_embeddings"),
+    )
 
 
 def _yarn(raw: dict[str, Any], theta: float, original: Any, positions: Any) -> RotaryConfig:
@@ -244,7 +252,9 @@ def _yarn(raw: dict[str, Any], theta: float, original: Any, positions: Any) -> R
     factor = _positive(factor, "rope factor")
     attention_factor = raw.get("attention_factor")
     if attention_factor is None:
-        attention_factor = yarn_attention_factor(factor, raw.get("mscale"), raw.get("mscale_all_dim"))
+        # Zero stands for "not set", as it does in transformers.
+        scales = (_positive(raw[name], name) if raw.get(name) else None for name in ("mscale", "mscale_all_dim"))
+        attention_factor = yarn_attention_factor(factor, *scales)
     return RotaryConfig(
         kind="yarn",
         theta=theta,
@@ -275,8 +285,14 @@ def window_config(fields: Fields, layers: int) -> tuple[int | None, ...]:
     size, first = fields.take("sliding_window", 4096), fields.take("max_window_layers", 28)
     window = _length(size, "sliding_window") if use and size is not None else None
     types = fields.take("layer_types", None)
+    if types is None and window is None:
+        return (None,) * layers
     if types is None:
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ValueError(f"config.json: max_window_layers must be a whole number, not {first!r}")
         return tuple(window if layer >= first else None for layer in range(layers))
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise ValueError(f"config.json: layer_types must be a list of names, not {types!r}")
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ValueError(f"config.json: layer_types {', '.join(unknown)} are not supported")
