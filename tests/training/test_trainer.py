@@ -167,11 +167,13 @@ def test_a_custom_loss_and_a_callback(inputs, tmp_path):
     train(make_config(inputs, plain, max_steps=5))
     record = Record()
     config = make_config(inputs, tmp_path / "own", max_steps=5, eval=(str(inputs / "eval.jsonl"),))
-    Trainer(config, loss_fn=cross_entropy, callbacks=[record]).train()
+    Trainer(config, loss_fn=cross_entropy, callbacks=iter([record])).train()
     assert record.calls == [
         ("begin", 0, 5, 2), ("evaluate", 0), ("step", 1), ("step", 2), ("save", "step-000002"), ("step", 3),
         ("step", 4), ("save", "step-000004"), ("step", 5), ("evaluate", 5), ("save", "step-000005"), ("end", 5),
     ]  # fmt: skip
+    with pytest.raises(ValueError, match="loss_fn = .*a script's own.*, now it is None"):
+        train(config)
     own = [line for line in log_without_timing(tmp_path / "own") if "loss" in line]
     for line, expected in zip(own, log_without_timing(plain), strict=True):
         assert line == pytest.approx(expected, rel=1e-4)
@@ -184,6 +186,8 @@ def test_a_callback_stops_the_run(inputs, tmp_path):
     assert (result.step, result.finished, result.result_dir) == (4, False, tmp_path / "adapter")
     assert record.calls[-3:] == [("evaluate", 4), ("save", "step-000004"), ("end", 4)]
     assert train(config).step == 10  # the same command goes on
+    seconds = [line["seconds"] for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert seconds == sorted(seconds)  # and so does the clock
 
 
 # ---- length ----

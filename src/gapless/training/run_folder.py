@@ -76,8 +76,8 @@ def open_run_folder(config: RunConfig) -> Generator[Path]:
         yield folder
 
 
-def open_checkpoint_to_resume(config: RunConfig, folder: Path) -> Checkpoint | None:
-    """The newest checkpoint of the run, if this is how the run begins.
+def open_checkpoint_to_resume(config: RunConfig, now: dict[str, Any], folder: Path) -> Checkpoint | None:
+    """The newest checkpoint of the run, if this is how the run begins; `now` are its `settings`.
 
     Raises:
         ValueError: there is one although resume is "never", it is damaged, or it belongs to other settings.
@@ -89,7 +89,7 @@ def open_checkpoint_to_resume(config: RunConfig, folder: Path) -> Checkpoint | N
         raise ValueError(
             f"{folder} has {checkpoint.path.name} and training.resume is never; name another training.output_dir"
         )
-    _compare(checkpoint.state["settings"], settings(config), folder)
+    _compare(checkpoint.state["settings"], now, folder)
     return checkpoint
 
 
@@ -99,12 +99,19 @@ def write_resolved(config: RunConfig, folder: Path) -> None:
         files.write_text(folder / "config.toml", dump_config(config))
 
 
-def settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that the numbers of a run follow from, by section.key, as JSON has them."""
+def settings(config: RunConfig, *, own_loss: bool = False) -> dict[str, Any]:
+    """The settings that the numbers of a run follow from, by section.key, as JSON has them.
+
+    Args:
+        config: the run.
+        own_loss: whether a script brings its own loss. Which one cannot be compared, but going on without it can be
+            refused.
+    """
     values = {
         f"{section}.{key}": value for section, keys in dataclasses.asdict(config).items() for key, value in keys.items()
     }
-    return json.loads(json.dumps({name: value for name, value in values.items() if name not in FREE}))
+    kept = {name: value for name, value in values.items() if name not in FREE}
+    return json.loads(json.dumps(kept | ({"loss_fn": "one of a script's own"} if own_loss else {})))
 
 
 def check_total_steps(checkpoint: Checkpoint, config: RunConfig, total_steps: int) -> None:

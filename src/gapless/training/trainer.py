@@ -108,7 +108,8 @@ class Trainer:
         self.config = config
         self.step = 0
         self._loss_fn = loss_fn
-        self._callbacks = callbacks
+        self._settings = run_folder.settings(config, own_loss=loss_fn is not None)
+        self._callbacks = tuple(callbacks)
 
     def stop(self) -> None:
         """End the run after the current step, as if it were the last: save, evaluate, write the result."""
@@ -139,7 +140,7 @@ class Trainer:
     # ---- before the first step ----
 
     def _prepare(self) -> None:
-        checkpoint = run_folder.open_checkpoint_to_resume(self.config, self._folder)
+        checkpoint = run_folder.open_checkpoint_to_resume(self.config, self._settings, self._folder)
         self._base = run_folder.base_identity(self.config.model.path)
         if checkpoint:
             run_folder.check_base(checkpoint, self._base)
@@ -320,7 +321,7 @@ class Trainer:
             return
         self._log.sync()
         state = {
-            "settings": run_folder.settings(self.config),
+            "settings": self._settings,
             "total_steps": self.total_steps,
             "base": self._base,
             "loader": self._loader.state_dict(),
