@@ -179,6 +179,7 @@ BAD = {
     "broken line": ('{"a": 1}\n\n{"a": \n', "a.jsonl", r"a\.jsonl:3: not valid JSON .*correct or remove the row"),
     "no object": ('{"a": 1}\n[1]\n', "a.jsonl", r"a\.jsonl:2: a row must be an object with named columns, not list"),
     "not utf-8": (b'{"a": "\xff"}\n', "a.jsonl", r"a\.jsonl:1: not UTF-8"),
+    "header not utf-8": (b"t\xe9xt\nx\n", "a.csv", r"a\.csv:1: not UTF-8 \(.*\); convert the file"),
     "cut off": ('[{"a": 1},\n{"a": ', "a.json", r"a\.json:2: the array is not closed .*cut off"),
     "broken element": ('[{"a": 1},\n{"a" 1}]', "a.json", r"a\.json:2: not valid JSON"),
     "strings": ('[{"a": 1},\n "b"]', "a.json", "stands where a row"),

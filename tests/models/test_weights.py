@@ -161,8 +161,12 @@ def broken(folder, change):
             lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(48, 16)}),
             r"k_proj.weight has shape \[48, 16\], config.json says \[16, 48\]",
         ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(48).to(torch.float8_e4m3fn)}),
+            r"model.norm.weight is quantised \(torch.float8_e4m3fn\); only float16",
+        ),
     ],
-    ids=["missing", "missing-head", "unexpected", "misshaped"],
+    ids=["missing", "missing-head", "unexpected", "misshaped", "quantised"],
 )
 def test_misfitting_weights_are_refused(tmp_path, change, message):
     folder = write_tiny_model(tmp_path)
@@ -195,6 +199,9 @@ def test_truncated_and_missing_files_are_refused(tmp_path):
         load_weights(folder)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "a.safetensors"}}')
     with pytest.raises(FileNotFoundError, match=r"a.safetensors does not exist, but model.safetensors.index.json"):
+        load_weights(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": 3}}')
+    with pytest.raises(ValueError, match=r"index.json has no weight_map of names and files"):
         load_weights(folder)
     (folder / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):

@@ -291,7 +291,10 @@ class _Csv(_File):
             where = f"{self.path.name}:{self._line(start)}"
             raise ValueError(f"{where}: not valid CSV ({error}); quote fields that hold quotes or line ends") from error
         table = np.array(bounds, dtype=np.int64).reshape(-1, 2)
-        self._columns = self._record(self._map[table[0, 0] : table[0, 1]].decode("utf-8")) if len(table) else []
+        try:
+            self._columns = self._record(self._map[table[0, 0] : table[0, 1]].decode("utf-8")) if len(table) else []
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.path.name}:1: not UTF-8 ({error.reason}); convert the file") from error
         if len(set(self._columns)) < len(self._columns):
             raise ValueError(f"{self.path.name}:1: a column name occurs twice: {self._columns}")
         return table[1:, 0], table[1:, 1]

@@ -24,6 +24,7 @@ from gapless.models.norm import RMSNorm
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EMBED_WEIGHT, HEAD_WEIGHT = f"{names.EMBED}.weight", f"{names.HEAD}.weight"
 
 
@@ -155,6 +156,8 @@ def _load(name: str, tensor: torch.Tensor, file: Path, views: dict[str, TensorVi
         raise ValueError(f"{file}: {name} is not a weight of the model that config.json describes")
     if tuple(tensor.shape) != view.shape:
         raise ValueError(f"{file}: {name} has shape {list(tensor.shape)}, config.json says {list(view.shape)}")
+    if tensor.dtype not in STORED_DTYPES:
+        raise ValueError(f"{file}: {name} is quantised ({tensor.dtype}); only float16, bfloat16 and float32 are read")
     if view.name in missing:
         view.write(view.parameter, tensor)
         missing.discard(view.name)
@@ -206,8 +209,8 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if index.exists():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index} has no weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{index} has no weight_map of names and files; fetch it again")
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         files = [folder / WEIGHTS_FILE]
