@@ -70,6 +70,12 @@ def test_transformers_names(tmp_path):
         assert shapes == {view.name: view.shape for view in hf_views(tiny_model(family))}
 
 
+def test_files_have_the_permissions_of_any_new_file(tmp_path):
+    (tmp_path / "any").touch()
+    (written,) = save_weights(tmp_path, [("a", torch.ones(2))])
+    assert written.stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
 def test_views_cover_every_element_once():
     for family in ("llama", "qwen2", "qwen3"):
         model = tiny_model(family)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from gapless.adapters.lora import (
     ALL_LINEAR,
@@ -30,7 +29,7 @@ from gapless.adapters.lora import (
 )
 from gapless.config import AdapterConfig
 from gapless.models.decoder import Decoder
-from gapless.models.weights import TensorView
+from gapless.models.weights import TensorView, write_safetensors
 
 _EMBED = f"{PEFT_PREFIX}{SAVEABLE['embed_tokens']}.weight"
 _HEAD = f"{PEFT_PREFIX}{SAVEABLE['lm_head']}.weight"
@@ -131,7 +130,7 @@ def save_adapter(model: Decoder, config: AdapterConfig, folder: str | Path, base
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {view.name: view.read(view.parameter).cpu() for view in file_views(model)}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_safetensors(folder / WEIGHTS_FILE, tensors)
     fields = {
         "auto_mapping": None,
         "base_model_name_or_path": str(base_model_path),

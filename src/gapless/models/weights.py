@@ -240,6 +240,14 @@ def _listed(missing: set[str], most: int = 5) -> str:
 # ---- writing ----
 
 
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write contiguous CPU tensors as one file, with the permissions that new files have here."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors leaves 0600: no other user or container could load the model
+
+
 def save_weights(
     folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], *, max_shard_bytes: int = 5_000_000_000
 ) -> list[Path]:
@@ -267,7 +275,7 @@ def save_weights(
 
     def flush() -> None:
         part = folder / f"model-part{len(parts)}.safetensors"
-        save_file(shard, part, metadata={"format": "pt"})
+        write_safetensors(part, shard)
         parts.append(part)
         shard.clear()
 
