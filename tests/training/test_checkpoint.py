@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -202,6 +203,27 @@ def test_publish_replaces_a_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_folder_that_a_kill_left_aside_goes_back(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "file").write_text("one")
+    (files.temporary(tmp_path / "model")).mkdir()
+    rename = Path.rename
+
+    def killed_at_the_second(path, target):
+        if path == files.temporary(tmp_path / "model"):
+            raise InterruptedError
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed_at_the_second)
+        with pytest.raises(InterruptedError):
+            files.publish(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    files.clear_temporary(tmp_path)
+    assert (tmp_path / "model" / "file").read_text() == "one"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_removal_and_replacement_begin_with_a_rename(tmp_path, monkeypatch):
     """A kill while files are being deleted leaves no folder that looks like a checkpoint."""
 
@@ -212,6 +234,9 @@ def test_removal_and_replacement_begin_with_a_rename(tmp_path, monkeypatch):
     save(tmp_path, 1)
     with pytest.raises(InterruptedError):
         files.remove_folder(tmp_path / "step-000001")
+    assert list_checkpoints(tmp_path) == []
+    with pytest.raises(InterruptedError):
+        files.clear_temporary(tmp_path)  # it does not come back
     assert list_checkpoints(tmp_path) == []
     (tmp_path / "model").mkdir()
     (files.temporary(tmp_path / "model") / "new").mkdir(parents=True)

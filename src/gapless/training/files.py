@@ -15,6 +15,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 TEMPORARY = ".tmp-"
+_ASIDE = f"{TEMPORARY}old-"
+"""Of a folder that another one is about to replace."""
 
 
 def sync(path: Path) -> None:
@@ -40,7 +42,11 @@ def temporary(path: Path) -> Path:
 
 
 def clear_temporary(folder: Path) -> None:
-    """Remove what killed processes left behind in `folder`."""
+    """Remove what killed processes left behind in `folder`; what they had only moved aside goes back to its place."""
+    for path in folder.glob(f"{_ASIDE}*"):
+        place = path.with_name(path.name.removeprefix(_ASIDE))
+        if not place.exists():
+            path.rename(place)
     for path in folder.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -48,9 +54,10 @@ def clear_temporary(folder: Path) -> None:
 def publish(path: Path) -> None:
     """Put the synced folder or file `temporary(path)` in the place of `path`.
 
-    A folder that is in the way is moved aside first and removed last: at any instant a whole one is on the disk.
+    A folder that is in the way is moved aside first and removed last. If the process is killed in between,
+    `clear_temporary` moves it back.
     """
-    aside = path.with_name(f"{TEMPORARY}old-{path.name}")
+    aside = path.with_name(f"{_ASIDE}{path.name}")
     if path.is_dir():
         path.rename(aside)
     temporary(path).rename(path)
@@ -61,7 +68,7 @@ def publish(path: Path) -> None:
 
 def remove_folder(path: Path) -> None:
     """Remove a folder so that a kill in between leaves no half of it under its name."""
-    doomed = path.with_name(f"{TEMPORARY}old-{path.name}")
+    doomed = path.with_name(f"{TEMPORARY}removed-{path.name}")
     path.rename(doomed)
     shutil.rmtree(doomed)
 
