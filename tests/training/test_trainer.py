@@ -19,6 +19,7 @@ from gapless.batch import segments
 from gapless.config_file import load_config
 from gapless.data.tokenizer import Tokenizer
 from gapless.inference.generate import generate
+from gapless.inference.load import load_model
 from gapless.models.weights import load_weights
 from gapless.training import samples
 from gapless.training.callbacks import Callback
@@ -27,6 +28,7 @@ from gapless.training.metrics import TIMING_FIELDS, read_metrics
 from gapless.training.run_folder import open_run_folder
 from gapless.training.trainer import NonFiniteLossError, Trainer, train
 from tiny import write_tiny_model
+from tiny_tokenizer import TEMPLATES
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,22 @@ def test_lora_result_is_the_adapter_that_was_trained(inputs, tmp_path):
     assert trained.keys() == loaded.keys()
     assert all(torch.equal(loaded[name], value) for name, value in trained.items())
     assert any(value.any() for name, value in trained.items() if "lora_B" in name)
+
+
+def test_an_adapter_keeps_the_template_it_was_trained_with(inputs, tmp_path):
+    template = TEMPLATES / "llama3.jinja"
+    config = make_config(inputs, tmp_path / "run", chat_template=str(template), cache_dir=None, max_length=256)
+    adapter = train(config).result_dir
+    _, tokenizer = load_model(adapter, device="cpu")
+    question = [{"role": "user", "content": "a"}]
+    assert tokenizer.render(question) == Tokenizer.from_folder(inputs / "model", template).render(question)
+
+
+def test_rows_longer_than_the_model_is_made_for_are_named(inputs, tmp_path, capsys):
+    train(make_config(inputs, tmp_path / "fits", max_length=512, max_steps=2))
+    assert "note: max_length" not in capsys.readouterr().out
+    train(make_config(inputs, tmp_path / "longer", max_length=513, max_steps=2))
+    assert "note: max_length 513 exceeds the 512 tokens the model is made for" in capsys.readouterr().out
 
 
 def test_full_result_is_the_model_that_was_trained(inputs, tmp_path):

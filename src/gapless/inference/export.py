@@ -7,7 +7,6 @@ passed; a failed or killed export leaves no target folder.
 from __future__ import annotations
 
 import filecmp
-import json
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,10 +22,9 @@ from gapless.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, file_views, load_ad
 from gapless.inference.load import ModelSource, find_model, load_source
 from gapless.models.decoder import Decoder
 from gapless.models.families import decoder_config
-from gapless.models.weights import hf_views, read_json, save_weights
+from gapless.models.weights import hf_views, read_json, save_weights, write_config
 
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_DTYPE_FIELDS = ("dtype", "torch_dtype")
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM accepts as --max-lora-rank."""
 
@@ -105,7 +103,7 @@ def _write_merged(source: ModelSource, folder: Path, out: Path, max_shard_bytes:
     dtype = _stored_dtype(source.model)
     model = load_source(source, dtype=dtype)
     save_weights(folder, merged_tensors(model), max_shard_bytes=max_shard_bytes)
-    _write_config(source.model / "config.json", folder / "config.json", dtype)
+    write_config(source.model / "config.json", folder / "config.json", dtype)
     source.tokenizer().save(folder)
     base = source.model if source.adapter is not None else source.trained_from
     if base is not None and not (base / "config.json").is_file():
@@ -173,18 +171,6 @@ def _stored_dtype(folder: Path) -> torch.dtype:
                     raise ValueError(f"{folder}: {name} is {stored}; only {', '.join(_TORCH_DTYPES)} can be merged")
                 return _TORCH_DTYPES[stored]
     raise ValueError(f"{folder} has no embed_tokens.weight in its safetensors files")
-
-
-def _write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copies config.json byte for byte, unless it names another dtype than the weights have."""
-    config = read_json(source)
-    name = str(dtype).removeprefix("torch.")
-    fields = [field for field in _DTYPE_FIELDS if field in config] or ["torch_dtype"]
-    if all(config.get(field) == name for field in fields):
-        shutil.copyfile(source, target)
-        return
-    config |= dict.fromkeys(fields, name)
-    target.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # ---- adapter ----

@@ -7,6 +7,7 @@ fits anything shaped like a parameter: the weight, its gradient, an optimizer's 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,11 +242,30 @@ def _listed(missing: set[str], most: int = 5) -> str:
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write contiguous CPU tensors as one file, with the permissions that new files have here."""
+    """Write contiguous CPU tensors as one file, with the permissions that new files have here.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error  # a full disk, which callers expect as Python reports it
     path.chmod(mode)  # safetensors leaves 0600: no other user or container could load the model
+
+
+def write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Copy config.json byte for byte, unless it names another dtype than the weights now have, or none."""
+    config = read_json(source)
+    name = str(dtype).removeprefix("torch.")
+    fields = [field for field in ("dtype", "torch_dtype") if field in config] or ["torch_dtype"]
+    if all(config.get(field) == name for field in fields):
+        shutil.copyfile(source, target)
+        return
+    text = json.dumps(config | dict.fromkeys(fields, name), indent=2, ensure_ascii=False)
+    target.write_text(text + "\n", encoding="utf-8")
 
 
 def save_weights(

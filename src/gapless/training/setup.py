@@ -18,7 +18,7 @@ from gapless.data.sources import open_rows
 from gapless.data.store import TokenStore, tokenize
 from gapless.data.tokenizer import Tokenizer
 from gapless.models.decoder import Decoder
-from gapless.models.weights import TensorView, hf_views, load_weights
+from gapless.models.weights import TensorView, hf_views, load_weights, read_json
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -47,13 +47,24 @@ def build_model(config: RunConfig, tokenizer: Tokenizer, device: torch.device) -
     if tokenizer.vocab_size > model.config.vocab:
         raise ValueError(
             f"{config.model.path}: the tokenizer has {tokenizer.vocab_size} tokens, the model embeds "
-            f"{model.config.vocab}; they do not belong together"
+            f"{model.config.vocab}; take the tokenizer that came with the weights, or resize the embedding first"
         )
     model.train()
     if config.adapter.type == "none":
         return model, list(hf_views(model))
     apply_lora(model, config.adapter, seed=config.training.seed)
     return model, list(adapter_views(model))
+
+
+def length_note(config: RunConfig) -> str | None:
+    """What to say where rows are longer than the model is made for."""
+    made_for = read_json(Path(config.model.path, "config.json")).get("max_position_embeddings")
+    if not isinstance(made_for, int) or config.data.max_length <= made_for:
+        return None
+    return (
+        f"note: max_length {config.data.max_length} exceeds the {made_for} tokens the model is made for "
+        "(max_position_embeddings); documents beyond that may train it badly"
+    )
 
 
 def build_stores(config: RunConfig, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore | None]:

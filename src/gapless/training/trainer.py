@@ -186,6 +186,8 @@ class Trainer:
     def _announce(self, checkpoint: Checkpoint | None) -> None:
         trained = sum(math.prod(view.shape) for view in self.optimizer.views)
         self._display.message(f"training {trained:,} parameters for {self.total_steps} steps on {self.device}")
+        if note := setup.length_note(self.config):
+            self._display.message(note)
         if checkpoint:
             self._display.message(f"going on from {checkpoint.path}")
         for callback in self._callbacks:
