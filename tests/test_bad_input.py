@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from gapless import cli
 from tiny import write_tiny_model
@@ -69,6 +70,11 @@ Spoil = Callable[[], object]
 P = Path
 
 
+def on_a_cpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("has a GPU")
+
+
 def nothing() -> None:
     """The command line alone is wrong."""
 
@@ -100,7 +106,7 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "out-of-range": (TRAIN, lambda: replace(P("run.toml"), "r = 4", "r = 0"), "adapter.r: must be at least 1, not 0"),
     "required": (TRAIN, lambda: replace(P("run.toml"), 'train = "train.jsonl"', ""), "data.train: is missing"),
     "not-toml": (TRAIN, lambda: replace(P("run.toml"), "r = 4", "r : 4"), "run.toml: is not TOML"),
-    "no-gpu": (f"{TRAIN} --model.device cuda", nothing, 'model.device is "cuda" but torch sees no GPU'),
+    "no-gpu": (f"{TRAIN} --model.device cuda", on_a_cpu, 'model.device is "cuda" but torch sees no GPU'),
     # data
     "data-missing": (TRAIN, lambda: P("train.jsonl").unlink(), "train.jsonl: no such file or folder"),
     "data-empty": (TRAIN, lambda: P("train.jsonl").write_text(""), "train.jsonl is empty"),
