@@ -94,6 +94,8 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "no-run-file": ("train", nothing, "name the run file first"),
     "options-before-file": ("train --optim.learning_rate 1 run.toml", nothing, "name the run file first"),
     "run-file-missing": ("train rum.toml", nothing, "rum.toml: no such run file"),
+    "run-file-of-an-endless-name": (f"train {'a' * 300}.toml", nothing, "aaa.toml: File name too long"),
+    "option-of-another-tool": (f"{TRAIN} --lr 1", nothing, "there is no option --lr; perhaps you meant --optim.learn"),
     "run-file-is-folder": ("train model", nothing, "model: is a folder; name the run file in it"),
     "unknown-option": (f"{TRAIN} --optim.lerning_rate 1", nothing, "Perhaps you meant: --optim.learning_rate FLOAT"),
     # the run file
@@ -142,7 +144,11 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
         "is not Jinja",
     ),
     # the model
-    "model-missing": (f"{TRAIN} --model.path modle", nothing, "modle: no such file or folder"),
+    "model-missing": (
+        f"{TRAIN} --model.path modle",
+        nothing,
+        "modle: no such folder; models are read from local folders",
+    ),
     "config-missing": (TRAIN, lambda: CONFIG.unlink(), "model/config.json: No such file"),
     "config-corrupt": (TRAIN, lambda: truncate(CONFIG), "model/config.json is not JSON"),
     "architecture": (
@@ -203,6 +209,22 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "generate-system": (f"{FILE} --system a", nothing, "--system goes with --prompt"),
     "generate-rows": (FILE, lambda: rows(P("train.jsonl"), [{"a": 1}]), "train.jsonl:1: the row has no `messages`"),
     "generate-raw-rows": (f"{FILE} --raw", nothing, "train.jsonl:1: the row has no `prompt`"),
+    "generate-nothing-to-answer": (
+        FILE,
+        lambda: rows(P("train.jsonl"), [CHAT, {"messages": CHAT["messages"][1:]}]),
+        "train.jsonl:2: no message is left to answer",
+    ),
+    "generate-row-refused": (
+        FILE,
+        lambda: rows(P("train.jsonl"), [{"messages": [{"role": "user", "content": None}]}]),
+        "train.jsonl:1: the chat template of model refuses the conversation",
+    ),
+    "generate-no-template": (ASK, lambda: (MODEL / "chat_template.jinja").unlink(), "or generate with --raw"),
+    "generate-raw-empty": (
+        f"{FILE} --raw",
+        lambda: rows(P("train.jsonl"), [{"prompt": ""}]),
+        "train.jsonl:1: the text has no tokens",
+    ),
     "generate-temperature": (f"{ASK} --temperature -1", nothing, "temperature must be 0 (greedy) or a positive number"),
     "generate-top-p": (f"{ASK} --top-p 0", nothing, "top_p must be above 0 and at most 1"),
     "generate-tokens": (f"{ASK} --max-new-tokens 0", nothing, "max_new_tokens must be at least 1, not 0"),
@@ -216,6 +238,31 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
         "generate done/adapter --prompt a",
         lambda: truncate(P("done/adapter/adapter_model.safetensors")),
         "adapter_model.safetensors is not a whole safetensors file",
+    ),
+    "adapter-config-not-text": (
+        f"{ASK} --adapter done/adapter",
+        lambda: P("done/adapter/adapter_config.json").write_bytes(b"\xff"),
+        "adapter_config.json is not JSON",
+    ),
+    "adapter-config-no-object": (
+        f"{ASK} --adapter done/adapter",
+        lambda: P("done/adapter/adapter_config.json").write_text("[1]"),
+        "adapter_config.json holds no JSON object",
+    ),
+    "adapter-alpha": (
+        f"{ASK} --adapter done/adapter",
+        lambda: edit_json(P("done/adapter/adapter_config.json"), lora_alpha=None),
+        "lora_alpha must be a number, not null",
+    ),
+    "adapter-rank": (
+        f"{ASK} --adapter done/adapter",
+        lambda: edit_json(P("done/adapter/adapter_config.json"), r=4.5),
+        "r must be a whole number, not 4.5",
+    ),
+    "adapter-pattern": (
+        f"{ASK} --adapter done/adapter",
+        lambda: edit_json(P("done/adapter/adapter_config.json"), target_modules="q_proj("),
+        "target_modules 'q_proj(' is no regular expression",
     ),
     "adapter-of-another-kind": (
         f"{ASK} --adapter done/adapter",

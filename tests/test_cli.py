@@ -1,8 +1,15 @@
 """The command line end to end on a tiny model, and its exit codes."""
 
+import datetime
+import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from gapless import cli
@@ -76,14 +83,60 @@ def test_export(run, tmp_path):
     assert cli.main(["generate", model, "--prompt", "Hello", "--max-new-tokens", "2"]) == 0
 
 
-def test_a_stopped_run_exits_like_ctrl_c(run, monkeypatch):
+def test_a_single_answer_is_printed_as_it_is_written(run, monkeypatch, capsys):
+    import gapless.inference.generate as module
+
+    arguments = ["generate", str(run), "--max-new-tokens", "12", "--dtype", "fp32", "--prompt", "Hello"]
+    steps = []
+
+    def watched(*args, on_token=None, **settings):
+        def on_token_watched(index, token):
+            on_token(index, token)
+            steps.append(capsys.readouterr().out)
+
+        return generate(*args, on_token=on_token and on_token_watched, **settings)
+
+    generate = module.generate
+    monkeypatch.setattr(module, "generate", watched)
+    assert cli.main(arguments) == 0
+    alone = "".join(steps) + capsys.readouterr().out
+    assert sum(map(bool, steps)) > 2
+    steps.clear()
+    assert cli.main([*arguments, "--prompt", "Hello"]) == 0
+    assert capsys.readouterr().out == f"{alone}\n{alone}"
+    assert not steps
+
+
+def test_rows_of_other_kinds_are_answered(run, tmp_path, capsys):
+    turns = [{"role": "user", "content": "Hello"}]
+    columns = {"day": [datetime.date(2024, 1, 2)], "prompt": [turns], "messages": ["no conversation"]}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    assert cli.main(["generate", str(run), "--file", str(tmp_path / "rows.parquet"), "--max_new_tokens", "1"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["day"], row["prompt"], row["messages"]) == ("2024-01-02", turns, "no conversation")
+
+
+def test_an_answer_beyond_the_models_positions_is_noted_and_scaled_for(run, monkeypatch, capsys):
+    import gapless.inference.load as load
+
+    lengths = []
+    monkeypatch.setattr(load, "load_source", lambda *args, max_length, **settings: lengths.append(max_length) or 1 / 0)
+    for count, noted in ((10, False), (600, True)):
+        with pytest.raises(ZeroDivisionError):
+            cli.main(["generate", str(run), "--prompt", "Hello", "--max-new-tokens", str(count)])
+        assert ("more than the 512 the model is made for" in capsys.readouterr().err) == noted
+    assert lengths[1] - lengths[0] == 590
+
+
+@pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_stopped_run_exits_like_a_process_that_the_signal_ended(run, monkeypatch, signal, code):
     import gapless.training.trainer as trainer
 
     stopped = trainer.TrainResult(
-        step=1, finished=False, train_loss=None, eval_loss=None, output_dir=run, result_dir=None
+        step=1, finished=False, train_loss=None, eval_loss=None, output_dir=run, result_dir=None, stopped_by=signal
     )
     monkeypatch.setattr(trainer, "train", lambda config: stopped)
-    assert cli.main(["train", str(run / "config.toml")]) == 130
+    assert cli.main(["train", str(run / "config.toml")]) == code
 
 
 def test_exit_codes(monkeypatch, capsys):
@@ -93,6 +146,33 @@ def test_exit_codes(monkeypatch, capsys):
     monkeypatch.setattr(cli, "_run", interrupted)
     assert cli.main([]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES])
+def test_what_the_disk_refuses_is_one_line(monkeypatch, capsys, number):
+    def refused(args):
+        raise OSError(number, os.strerror(number), "some/file")
+
+    monkeypatch.setattr(cli, "_run", refused)
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == f"error: some/file: {os.strerror(number)}\n"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EBADF, "bad descriptor"), OSError("of a library"), KeyError("a")])
+def test_other_errors_keep_their_traceback(monkeypatch, error):
+    def library(args):
+        raise error
+
+    monkeypatch.setattr(cli, "_run", library)
+    with pytest.raises(type(error)):
+        cli.main([])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_full_disk_under_stdout_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "gapless", "--help"], stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (2, b"error: No space left on device\n")
 
 
 def test_a_library_error_keeps_its_traceback(monkeypatch):

@@ -152,6 +152,7 @@ REFUSED = [
     ('[adapter]\ntype = "none"\nr = 16', 'adapter.r: has no effect because adapter.type = "none" trains all weights'),
     ("[optim]\npure_bf16 = true", "optim.pure_bf16: needs full fine-tuning"),
     ('dtype = "fp32"\n[adapter]\ntype = "none"\n[optim]\npure_bf16 = true', "optim.pure_bf16: contradicts model.dtype"),
+    ("[optim]\nwarmup_steps = 3\nwarmup_ratio = 0.1", "optim.warmup_ratio: contradicts optim.warmup_steps"),
     ("[optim]\ndecay_ratio = 0.1", 'optim.decay_ratio: has no effect because optim.lr_scheduler_type is "cosine"'),
     ("max_length = 1", "data.max_length: must be at least 2, not 1"),
     ("packing = false\nmax_documents = 3", "data.max_documents: has no effect because data.packing is false"),
@@ -184,6 +185,7 @@ def test_refused(tmp_path, text, fragment):
         ("run.toml", b"\xff\xfe", "is not UTF-8 text (byte 0)"),
         ("run.yaml", b"a: [", "is not YAML"),
         ("run.yaml", b"model: {path: a, path: b}", "is not YAML: path is given twice (line 1)"),
+        ("run.yaml", b"? [a, b]\n: 1", "is not YAML: a key must be a word (line 1)"),
         ("run.yaml", b"- a", "a run file is a table of keys, not a list"),
         ("run.yaml", b"a: !!python/object:os.system x", "is not YAML: could not determine a constructor"),
         ("run.json", b"{}", "a run file ends in .toml, .yaml or .yml"),
@@ -213,6 +215,38 @@ def test_overrides_win_and_start_in_the_current_folder(tmp_path, monkeypatch):
     assert config == expected
 
 
+@pytest.mark.parametrize(
+    ("tokens", "home", "value"),
+    [
+        (["--data.packing", "false"], "data.packing", False),
+        (["--data.packing=False"], "data.packing", False),
+        (["--data.packing", "no", "--training.seed", "1"], "data.packing", False),
+        (["--data.no_packing", "--data.packing", "true"], "data.packing", True),
+        (["--data.packing", "--training.seed", "1"], "data.packing", True),
+        (["--adapter.use-rslora", "on"], "adapter.use_rslora", True),
+        (["--training.save_total_limit", "none"], "training.save_total_limit", None),
+        (["--training.save-total-limit=none"], "training.save_total_limit", None),
+        (["--logging.report_to", "none"], "logging.report_to", ()),
+        (["--logging.sample_prompts", "none"], "logging.sample_prompts", ("none",)),
+    ],
+)
+def test_overrides_spelt_as_in_a_file(tmp_path, tokens, home, value):
+    config = load_config(write(tmp_path, MINIMAL), tokens)
+    section, _, key = home.partition(".")
+    assert getattr(getattr(config, section), key) == value
+
+
+def test_max_steps_beside_epochs_is_noted(tmp_path, capsys):
+    both = write(tmp_path, f"{MINIMAL}max_steps = 7\nnum_train_epochs = 3")
+    config = load_config(both)
+    assert (config.training.max_steps, config.training.num_train_epochs) == (7, 3.0)
+    assert capsys.readouterr().err.endswith("training.max_steps = 7 wins over training.num_train_epochs = 3\n")
+    one = write(tmp_path, f"{MINIMAL}max_steps = 7")
+    load_config(write(tmp_path, dump_config(load_config(one))))
+    load_config(write(tmp_path, dump_config(load_config(write(tmp_path, MINIMAL)))))
+    assert capsys.readouterr().err == ""
+
+
 def test_an_override_can_give_what_the_file_lacks(tmp_path):
     path = write(tmp_path, MINIMAL.replace('path = "m"', ""))
     assert load_config(path, ["--model.path", str(tmp_path / "m")]) == minimal(tmp_path)
@@ -222,6 +256,10 @@ def test_an_override_can_give_what_the_file_lacks(tmp_path):
     ("tokens", "fragment"),
     [
         (["--optim.learnin_rate", "1"], "Perhaps you meant: --optim.learning_rate FLOAT"),
+        (["--lr", "1"], "there is no option --lr; perhaps you meant --optim.learning_rate"),
+        (["--lora-r=8"], "there is no option --lora-r; perhaps you meant --adapter.r"),
+        (["--data.packing", "maybe"], "Unrecognized options: maybe"),
+        (["--data.packing", "false", "--data.packing-window", "4096"], "data.packing_window: has no effect"),
         (["--learning_rate", "1"], "Perhaps you meant: --optim.learning_rate FLOAT"),
         (["--optim.learning_rate", "fast"], "--optim.learning_rate: could not convert string to float: 'fast'"),
         (["--optim.learning_rate", "-1"], "optim.learning_rate: must be greater than 0, not -1.0"),
@@ -292,6 +330,7 @@ def configs(draw: st.DrawFn) -> RunConfig:
     full = drawn["adapter.type"] == "none"
     reset(full, *(home for home in HINTS if home.startswith("adapter.") and home != "adapter.type"))
     reset(not full or drawn["model.dtype"] == "fp32", "optim.pure_bf16")
+    reset(drawn["optim.warmup_steps"] > 0, "optim.warmup_ratio")
     reset(drawn["optim.lr_scheduler_type"] != "wsd", "optim.decay_ratio")
     reset(drawn["optim.lr_scheduler_type"] == "constant", "optim.min_lr_ratio")
     reset(not drawn["data.packing"], "data.packing_window", "data.max_documents")

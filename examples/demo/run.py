@@ -33,7 +33,7 @@ LEAST_GAIN, LARGEST_P = 0.15, 0.01
 
 
 def main(options: list[str]) -> int:
-    """Run the demo; 0 if the model got clearly better, 130 if training was stopped, else 1."""
+    """Run the demo; 0 if the model got clearly better, 130 or 143 if a signal stopped the training, else 1."""
     config = gapless.load_config(HERE / "run.toml", ["--model.dtype", faster_dtype(), *options])
     run = Path(config.training.output_dir)
     with stage("Model: SmolLM2-135M-Instruct from GGUF to a Hugging Face folder"):
@@ -43,8 +43,9 @@ def main(options: list[str]) -> int:
     with stage("Before: the base model answers the held-out notes"):
         before = measure(config.model.path, heldout, config.model.dtype)
     with stage("Training: LoRA"):
-        if gapless.train(config).result_dir is None:
-            return 130  # Ctrl-C; the same command goes on from there
+        result = gapless.train(config)
+        if result.stopped_by:
+            return result.exit_code  # the same command goes on from there
     with stage("Export: the adapter merged into the model"):
         merged = run / "merged"
         shutil.rmtree(merged, ignore_errors=True)

@@ -1,12 +1,14 @@
 """The command line: `gapless train | generate | export`.
 
 Parses, validates and prints help before torch is imported. What a user can put right is one line on stderr and exit
-code 2; Ctrl-C exits with 130; anything else keeps its traceback.
+code 2. A run that a signal stopped exits with 130 (Ctrl-C) or 143 (SIGTERM). Anything else keeps its traceback.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -37,7 +39,29 @@ Fine-tune large language models and use the result.
   gapless VERB --help    the options of a verb; those of train are the keys of a run file
   gapless --version
 """
-_FILE_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+_FILE_ERRORS = frozenset(
+    {
+        errno.ENOENT,
+        errno.EEXIST,
+        errno.EISDIR,
+        errno.ENOTDIR,
+        errno.ENOTEMPTY,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ESTALE,
+        errno.ENOMEM,
+    }
+)
+"""What a user can put right; EBADF or EINVAL, for instance, would be a mistake of ours."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,17 +74,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except SystemExit as request:  # tyro has printed the help of a verb
         return int(request.code or 0)
     except BrokenPipeError:  # the reader of our output left; keep the interpreter from flushing into the closed pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
-    except _FILE_ERRORS as error:
-        return _user_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except OSError as error:
+        if error.errno not in _FILE_ERRORS and not (error.errno is None and _raised_here(error)):
+            raise
+        if error.errno == errno.ENOSPC:
+            _drop_output()
+        return _user_error(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
     except ValueError as error:
         if not _raised_here(error):
             raise
@@ -78,6 +108,12 @@ def _run(args: list[str]) -> int:
     if args[0] not in verbs:
         raise ValueError(f"there is no verb {args[0]!r}; the verbs are {', '.join(verbs)}")
     return verbs[args[0]](args[1:])
+
+
+def _drop_output() -> None:
+    """Sends what stdout still holds nowhere, so that the interpreter does not try it again when it ends."""
+    with contextlib.suppress(OSError):  # stdout is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _user_error(message: str) -> int:
@@ -103,14 +139,22 @@ def _train(args: list[str]) -> int:
     if not args or args[0].startswith("-"):
         raise ValueError("name the run file first: gapless train RUN.toml [--section.key value ...]")
     config = load_config(args[0], args[1:])
-    for path in (config.model.path, *config.data.train, *config.data.eval):
+    _check_model(config.model.path)
+    for path in (*config.data.train, *config.data.eval):
         if not Path(path).exists():
             raise FileNotFoundError(f"{path}: no such file or folder")
 
     from gapless.training.trainer import train
 
-    result = train(config)
-    return 130 if result.result_dir is None else 0  # None: a signal stopped it, what there was is saved
+    return train(config).exit_code
+
+
+def _check_model(folder: str) -> None:
+    if not Path(folder).exists():
+        raise FileNotFoundError(
+            f"{folder}: no such folder; models are read from local folders, one of the Hugging Face hub comes with: "
+            "hf download OWNER/NAME --local-dir FOLDER"
+        )
 
 
 def _train_options() -> type:
@@ -134,7 +178,8 @@ def _train_options() -> type:
 class GenerateOptions:
     """Answers prompts.
 
-    Answers go to stdout; with --file they are JSON lines: the row with `completion` and `finish_reason` added.
+    Answers go to stdout, a single one as it is written; with --file they are JSON lines: the row with `completion`
+    and `finish_reason` added.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -144,7 +189,8 @@ class GenerateOptions:
     system: str | None = None
     """The system message before each --prompt."""
     file: str | None = None
-    """A file of rows (JSON lines, for instance) with `messages` or `prompt`. A last assistant message is left out."""
+    """A file of rows (JSON lines, for instance) with `messages`, or with `prompt`: a text or messages. A last assistant
+    message is left out."""
     output: str | None = None
     """Where the answers to --file go instead of stdout."""
     raw: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -171,32 +217,47 @@ class GenerateOptions:
 
 def _generate(args: list[str]) -> int:
     options = parse_options(GenerateOptions, args, prog="gapless generate")
-    for folder in (options.model, options.adapter):
-        if folder is not None and not Path(folder).exists():
-            raise FileNotFoundError(f"{folder}: no such folder")
-    rows = _prompt_rows(options)
+    _check_model(options.model)
+    if options.adapter is not None and not Path(options.adapter).exists():
+        raise FileNotFoundError(f"{options.adapter}: no such folder")
+    rows, where = _prompt_rows(options)
 
     from gapless.inference.generate import generate
-    from gapless.inference.load import load_model
+    from gapless.inference.load import DTYPES, find_model, load_source, pick_device
 
-    model, tokenizer = load_model(options.model, adapter=options.adapter, dtype=options.dtype, device=options.device)
+    source, device = find_model(options.model, options.adapter), pick_device(options.device)
+    tokenizer = source.tokenizer()
+    prompts = [_prompt_ids(tokenizer, row, place, raw=options.raw) for row, place in zip(rows, where, strict=True)]
+    longest = max(map(len, prompts)) + options.max_new_tokens
+    made_for = source.made_for()
+    if made_for is not None and longest > made_for:
+        print(
+            f"note: prompt and answer may take {longest} tokens, more than the {made_for} the model is made for "
+            "(max_position_embeddings); the answer may be poor",
+            file=sys.stderr,
+        )
+    streamed = _Streamed(tokenizer) if options.file is None and len(rows) == 1 else None
     completions = generate(
-        model,
+        load_source(source, dtype=DTYPES[options.dtype], device=device, max_length=longest),
         tokenizer,
-        [_prompt_ids(tokenizer, row, raw=options.raw) for row in rows],
+        prompts,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
         seed=options.seed,
         batch_size=options.batch_size,
+        on_token=streamed,
     )
-    _write_answers(options, rows, completions)
+    if streamed is not None:
+        streamed.finish(completions[0].text)
+    else:
+        _write_answers(options, rows, completions)
     return 0
 
 
-def _prompt_rows(options: GenerateOptions) -> list[dict[str, Any]]:
-    """The prompts as rows with `messages`, or with the `prompt` of a plain text."""
+def _prompt_rows(options: GenerateOptions) -> tuple[list[dict[str, Any]], list[str]]:
+    """The prompts as rows with `messages`, or with the `prompt` of a plain text; and where each comes from."""
     if bool(options.prompt) == bool(options.file):
         raise ValueError("give either --prompt (any number of times) or --file")
     if options.output is not None and options.file is None:
@@ -209,41 +270,83 @@ def _prompt_rows(options: GenerateOptions) -> list[dict[str, Any]]:
         raise ValueError("--system goes with --prompt in a chat; put it into the rows of --file or the text of --raw")
     if options.file is not None:
         return _read_rows(options.file, raw=options.raw)
+    where = ["--prompt"] * len(options.prompt)
     if options.raw:
-        return [{"prompt": prompt} for prompt in options.prompt]
+        return [{"prompt": prompt} for prompt in options.prompt], where
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return [{"messages": [*system, {"role": "user", "content": prompt}]} for prompt in options.prompt]
+    return [{"messages": [*system, {"role": "user", "content": prompt}]} for prompt in options.prompt], where
 
 
-def _read_rows(file: str, *, raw: bool) -> list[dict[str, Any]]:
+def _read_rows(file: str, *, raw: bool) -> tuple[list[dict[str, Any]], list[str]]:
     from gapless.data.sources import open_rows
 
     source = open_rows(file)
     rows = [dict(source[index]) for index in range(len(source))]
-    for index, row in enumerate(rows):
-        if not isinstance(row.get("prompt"), str) and (raw or not _is_chat(row.get("messages"))):
+    where = [source.where(index) for index in range(len(source))]
+    for row, place in zip(rows, where, strict=True):
+        if not (isinstance(row.get("prompt"), str) if raw else _conversation(row)):
             need = "`prompt`, a text" if raw else "`messages`, a list of messages with a role, or `prompt`, a text"
-            raise ValueError(f"{source.where(index)}: the row has no {need}")
+            raise ValueError(f"{place}: the row has no {need}")
         if not isinstance(row.get("tools"), list | None):
-            raise ValueError(f"{source.where(index)}: `tools` must be a list of JSON schemas")
-    return rows
+            raise ValueError(f"{place}: `tools` must be a list of JSON schemas")
+    return rows, where
 
 
-def _is_chat(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and len(messages) > 0
-        and all(isinstance(message, dict) and "role" in message for message in messages)
-    )
+def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row; none if it has no conversation."""
+    for value in (row.get("messages"), row.get("prompt")):
+        if (
+            isinstance(value, list)
+            and value
+            and all(isinstance(message, dict) and "role" in message for message in value)
+        ):
+            return value
+    prompt = row.get("prompt")
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
 
 
-def _prompt_ids(tokenizer: Tokenizer, row: dict[str, Any], *, raw: bool) -> list[int]:
+def _prompt_ids(tokenizer: Tokenizer, row: dict[str, Any], where: str, *, raw: bool) -> list[int]:
     if raw:
-        return [*tokenizer.prefix_ids, *tokenizer.encode(row["prompt"])]
-    messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+        ids = [*tokenizer.prefix_ids, *tokenizer.encode(row["prompt"])]
+        if not ids:
+            raise ValueError(f"{where}: the text has no tokens")
+        return ids
+    messages = _conversation(row)
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    return tokenizer.chat_ids(messages, tools=row.get("tools"))
+    if not messages:
+        raise ValueError(f"{where}: no message is left to answer")
+    try:
+        return tokenizer.chat_ids(messages, tools=row.get("tools"))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+class _Streamed:
+    """Prints one answer while it is written."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._printed = ""
+
+    def __call__(self, index: int, token: int) -> None:
+        """Takes the next token; see `generate`."""
+        if token in self._tokenizer.eos_ids:
+            return
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        if not text.endswith("\ufffd"):  # else perhaps the first bytes of a character
+            self._print(text)
+
+    def finish(self, text: str) -> None:
+        """Prints what is left of the whole answer."""
+        self._print(text)
+        print()
+
+    def _print(self, text: str) -> None:
+        print(text[len(self._printed) :], end="", flush=True)
+        self._printed = text
 
 
 def _write_answers(options: GenerateOptions, rows: list[dict[str, Any]], completions: Sequence[Completion]) -> None:
@@ -251,7 +354,12 @@ def _write_answers(options: GenerateOptions, rows: list[dict[str, Any]], complet
         print("\n\n".join(completion.text for completion in completions))
         return
     lines = [
-        json.dumps(row | {"completion": completion.text, "finish_reason": completion.finish_reason}, ensure_ascii=False)
+        # Rows of other files than JSON may hold dates or bytes, which are written as text.
+        json.dumps(
+            row | {"completion": completion.text, "finish_reason": completion.finish_reason},
+            ensure_ascii=False,
+            default=str,
+        )
         for row, completion in zip(rows, completions, strict=True)
     ]
     if options.output is None:

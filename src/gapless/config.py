@@ -86,7 +86,7 @@ class OptimConfig:
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     warmup_ratio: float = 0.0
-    """Warm-up as a share of all steps, if warmup_steps is 0."""
+    """Warm-up as a share of all steps, in place of warmup_steps."""
     min_lr_ratio: float = 0.0
     """Learning rate at the end as a share of the peak."""
     decay_ratio: float = 0.1

@@ -40,6 +40,8 @@ DEFAULTS: dict[str, Any] = {
 """Default of every key; `dataclasses.MISSING` where a value is required."""
 HOMES: dict[str, str] = {home.partition(".")[2]: home for home in HINTS}
 """`section.key` by key: each key has one home."""
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_EPOCHS = "training.num_train_epochs"
 PATHS = ("model.path", "data.train", "data.eval", "data.chat_template", "data.cache_dir", "training.output_dir")
 
 ALIASES: dict[str, str] = {
@@ -154,11 +156,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     config = _assemble(reading.values, folder=path.parent)
     given = set(reading.values)
     if overrides and not reading.problems:
-        config = _absolute(parse_options(RunConfig, overrides, prog="gapless train RUN.toml", default=config), Path())
-        given |= {_option_name(token) for token in overrides if token.startswith("--")}
+        options = _spelled_as_options(overrides)
+        config = _absolute(parse_options(RunConfig, options, prog="gapless train RUN.toml", default=config), Path())
+        given |= {_option_name(token) for token in options if token.startswith("--")}
     problems = [f"{path}: {home}: {text}" for home, text in _problems(config, given) if home not in reading.failed]
     if reading.problems or problems:
         raise ValueError("\n".join(reading.problems + problems))
+    if config.training.max_steps is not None and {"training.max_steps", _EPOCHS} <= given:
+        print(
+            f"note: {path}: training.max_steps = {config.training.max_steps} wins over "
+            f"training.num_train_epochs = {config.training.num_train_epochs:g}",
+            file=sys.stderr,
+        )
     return config
 
 
@@ -180,6 +189,8 @@ def dump_config(config: RunConfig) -> str:
     configuration does not use (those of the adapter in full fine-tuning, for instance) are left out.
     """
     unused = {key for key, _ in _unused(config)}
+    if config.training.max_steps is not None and config.training.num_train_epochs == DEFAULTS[_EPOCHS]:
+        unused.add(_EPOCHS)  # beside max_steps it would ask for a note
     lines = []
     for section in SECTIONS:
         lines.append(f"[{section}]")
@@ -308,8 +319,8 @@ def _convert(value: Any, hint: Any, *, words: bool) -> Any:
         return _convert_list(value, arguments[0], words=words)
     if kind is Literal and isinstance(value, str) and value in arguments:
         return value
-    if kind is bool and words and isinstance(value, str) and value.lower() in ("yes", "on", "no", "off"):
-        return value.lower() in ("yes", "on")
+    if kind is bool and words and isinstance(value, str) and value.lower() in _TRUTH:
+        return _TRUTH[value.lower()]
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float and number and abs(value) <= sys.float_info.max:
         return float(value)
@@ -371,6 +382,8 @@ def _problems(config: RunConfig, given: set[str]) -> Iterator[tuple[str, str]]:
     for home, reason in _unused(config):
         if home in given or values[home] != DEFAULTS[home]:
             yield home, f"has no effect because {reason}; remove it"
+    if config.optim.warmup_steps > 0 and config.optim.warmup_ratio > 0:
+        yield "optim.warmup_ratio", "contradicts optim.warmup_steps; remove one of them (or set it to 0)"
     if config.optim.pure_bf16 and config.adapter.type == "lora":
         yield "optim.pure_bf16", 'needs full fine-tuning (adapter.type = "none"); adapters are trained in float32'
     if config.optim.pure_bf16 and config.model.dtype == "fp32":
@@ -439,6 +452,42 @@ def _absolute(config: RunConfig, folder: Path) -> RunConfig:
         )
         config = dataclasses.replace(config, **{section: changed})
     return config
+
+
+def _spelled_as_options(tokens: Sequence[str]) -> list[str]:
+    """Options as `parse_options` reads them, from those that spell a value as a run file does.
+
+    `--data.packing false` is `--data.no_packing`; `none` is the empty value of a number and of a list of choices.
+
+    Raises:
+        ValueError: an option is a name that only other tools know.
+    """
+    spelled, rest = [], list(tokens)
+    while rest:
+        token = rest.pop(0)
+        name, equals, value = token.partition("=")
+        home = name.removeprefix("--").replace("-", "_")
+        if name.startswith("--") and home in ALIASES:
+            raise ValueError(f"there is no option {name}; perhaps you meant --{ALIASES[home]}")
+        option = _option_of_value(home, value if equals else "".join(rest[:1])) if name.startswith("--") else None
+        if option is not None and not equals:
+            rest.pop(0)
+        spelled += [token] if option is None else option
+    return spelled
+
+
+def _option_of_value(home: str, value: str) -> list[str] | None:
+    """The option that gives a key a truth value or none; None for other values, which are spelt alike."""
+    hint = HINTS.get(home)
+    arguments = typing.get_args(hint)
+    section, _, key = home.partition(".")
+    if hint is bool and value.lower() in _TRUTH:
+        return [f"--{section}.{'' if _TRUTH[value.lower()] else 'no_'}{key}"]
+    if value == "none" and type(None) in arguments and str not in arguments:
+        return [f"--{home}", "None"]
+    if value == "none" and typing.get_origin(hint) is tuple and typing.get_origin(arguments[0]) is Literal:
+        return [f"--{home}"]
+    return None
 
 
 def _option_name(token: str) -> str:

@@ -147,7 +147,7 @@ def test_the_effective_weight_gives_the_layers_output():
     ("settings", "message"),
     [
         ({"r": 0}, "r must be at least 1, not 0"),
-        ({"r": 17}, "r = 17 exceeds the smaller side, 16, of k_proj in layer 0"),
+        ({"r": 17}, "r = 17 exceeds the smaller side, 16, of k_proj in layer 0; lower r, or leave k_proj out"),
         ({"target_modules": ()}, "target_modules is empty"),
         (
             {"target_modules": ("q_proj", "c_attn")},

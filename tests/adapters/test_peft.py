@@ -243,3 +243,18 @@ def test_a_head_trained_apart_from_its_embedding_is_refused(tmp_path):
     oracle.save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match="trained apart, but the model ties them"):
         load_adapter(load_weights(folder), tmp_path / "adapter")
+
+
+def test_an_adapter_of_a_rank_beyond_its_modules_is_read(tmp_path):
+    folder = write_tiny_model(tmp_path / "base")
+    model = get_peft_model(oracle_of(folder), peft_config(AdapterConfig(r=40, target_modules=("k_proj",))))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+        expected = model(TOKENS[None]).logits[0]
+    model.save_pretrained(tmp_path / "adapter")
+    ours = load_weights(folder)
+    load_adapter(ours, tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(ours), expected, rtol=0, atol=1e-4)
+    assert (logits_of(load_weights(folder)) - expected).abs().max() > 0.1

@@ -107,6 +107,22 @@ def test_end_tokens(folders, tmp_path):
     assert [base.token(index) for index in base.eos_ids] == ["<|endoftext|>", "<|im_end|>"]
 
 
+def test_end_tokens_of_the_base_model_hold_for_an_adapters_tokenizer(tmp_path):
+    for name in ("base", "adapter"):
+        write_tiny_tokenizer(tmp_path / name, "llama3")
+    (tmp_path / "adapter" / "generation_config.json").unlink()
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [1, 4, 6]}')
+    adapter = Tokenizer.from_folder(tmp_path / "adapter", base=tmp_path / "base")
+    assert set(adapter.eos_ids) == {1, 4, 6}
+    adapter.save(tmp_path / "out")
+    for name, source in (("generation_config.json", "base"), ("tokenizer.json", "adapter")):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / source / name).read_bytes()
+    # Without a generation config anywhere transformers takes those of config.json.
+    (tmp_path / "base" / "generation_config.json").unlink()
+    (tmp_path / "base" / "config.json").write_text('{"eos_token_id": [1, 4, 7]}')
+    assert set(Tokenizer.from_folder(tmp_path / "adapter", base=tmp_path / "base").eos_ids) == {1, 4, 7}
+
+
 def test_special_tokens_as_objects(tmp_path):
     """The long spelling of older folders, in both files, and a list of end tokens or one."""
     write_tiny_tokenizer(tmp_path, "llama3")

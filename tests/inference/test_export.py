@@ -1,6 +1,10 @@
 """What export writes is what transformers and PEFT load, with our logits; what it must not write it does not."""
 
+import ast
+import errno
 import json
+import shlex
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -123,6 +127,40 @@ def test_adapter_export_is_a_peft_folder(tmp_path, base, adapter):
     with torch.no_grad():
         peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
         torch.testing.assert_close(peft(TOKENS[None]).logits[0], our_logits(adapter), rtol=0, atol=1e-4)
+
+
+def test_an_adapter_with_a_tokenizer_of_its_own_keeps_the_models_generation_config(tmp_path, base, adapter):
+    write_tiny_tokenizer(adapter)
+    (adapter / "generation_config.json").unlink()
+    (base / "generation_config.json").write_text('{"eos_token_id": [1, 4], "top_k": 7}')
+    export(adapter, tmp_path / "merged")
+    assert (tmp_path / "merged" / "generation_config.json").read_bytes() == (
+        base / "generation_config.json"
+    ).read_bytes()
+    assert {1, 4} <= set(load_model(adapter, dtype="fp32", device="cpu")[1].eos_ids)
+
+
+def test_next_commands_hold_with_awkward_names(tmp_path, base, adapter):
+    out = tmp_path / "it's $a b"
+    for kind in ("merged", "adapter"):
+        for command in export(adapter, out / kind, kind=kind).next_commands:
+            words = shlex.split(command)
+            assert any(str(out / kind) in word for word in words)
+            if words[0] == "python":
+                assert str(out / kind) in [
+                    node.value for node in ast.walk(ast.parse(words[2])) if hasattr(node, "value")
+                ]
+
+
+def test_a_full_disk_and_an_unreadable_source_are_told_apart(tmp_path, base, adapter, monkeypatch):
+    for error, expected, message in (
+        (OSError(errno.ENOSPC, "No space left on device"), ValueError, "cannot write .*merged: No space left"),
+        (PermissionError(errno.EACCES, "Permission denied", str(base / "a")), PermissionError, "base/a"),
+    ):
+        monkeypatch.setattr(export_module, "save_weights", Mock(side_effect=error))
+        with pytest.raises(expected, match=message):
+            export(adapter, tmp_path / "merged")
+        assert not list(tmp_path.glob("*merged*"))
 
 
 def write_run(folder, base, chat_template=None):

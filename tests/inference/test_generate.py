@@ -146,3 +146,8 @@ def test_generation_leaves_the_model_as_it_was(model, tokenizer, prompts):
 def test_bad_input_is_refused(model, tokenizer, prompts, settings, message):
     with pytest.raises(ValueError, match=message):
         generate(model, tokenizer, prompts, **{"max_new_tokens": 1, **settings})
+
+
+def test_texts_for_token_ids_are_refused(model, tokenizer):
+    with pytest.raises(ValueError, match="prompt 1 is a text; prompts are token ids"):
+        generate(model, tokenizer, [[1], "Hello"], max_new_tokens=1)

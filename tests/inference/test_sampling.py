@@ -10,6 +10,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from gapless.inference import sampling
 from gapless.inference.sampling import Sampler, Sampling, draw
 
 
@@ -82,3 +83,13 @@ def test_greedy_takes_the_largest_logit():
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)
+
+
+def test_random_numbers_reach_the_draw_unrounded(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        sampling, "draw", lambda logits, uniform, settings: seen.append(uniform) or torch.zeros(len(logits))
+    )
+    Sampler(Sampling(temperature=1.0, seed=3))(torch.zeros(2, 5), [0, 4])
+    key = np.array([3, 4], dtype=np.uint64)
+    assert seen[0][1].item() == np.random.Generator(np.random.Philox(key=key)).random()

@@ -126,3 +126,9 @@ def test_plot_of_any_length_is_small(count):
 
 def test_plot_ignores_a_missing_evaluation():
     shapes(loss_plot([{"step": 0, "eval_loss": None}, json.loads('{"step": 1, "loss": 1e-9}')], "run"))
+
+
+def test_the_legend_names_what_is_drawn():
+    line = {"step": 1, "loss": 2.0}
+    assert "eval" not in shapes(loss_plot([line], "run"))[1]
+    assert "eval" in shapes(loss_plot([line | {"eval_loss": 1.0}], "run"))[1]

@@ -125,9 +125,11 @@ def test_a_signal_finishes_the_step_and_saves(inputs, tmp_path, capsys, number):
     result = Trainer(config, callbacks=[Signal(3, number)]).train()
     assert signal.getsignal(number) is before
     assert (result.finished, result.step, result.result_dir) == (False, 4, None)
+    assert (result.stopped_by, result.exit_code) == (number.name, 128 + number)
     assert "run the same command again to go on" in capsys.readouterr().out
     assert [path.name for path in list_checkpoints(tmp_path / "stopped" / "checkpoints")] == ["step-000004"]
-    assert Trainer(config).train().finished
+    result = Trainer(config).train()
+    assert (result.finished, result.stopped_by, result.exit_code) == (True, None, 0)
     found, expected = outcome(tmp_path / "stopped"), outcome(tmp_path / "straight")
     for both in (found, expected):
         del both["checkpoints"], both["state"]["settings"]

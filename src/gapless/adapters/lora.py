@@ -207,6 +207,7 @@ def apply_lora(model: Decoder, config: AdapterConfig, *, seed: int) -> None:
         ValueError: a setting out of its range, an unknown module, a model that has adapters already.
     """
     modules = select_modules(model, config.target_modules)
+    _check_rank(model, config.r, modules)
     apply_to_modules(model, config, modules)
     for index, _, _, linear, holder in _linears(model):
         if isinstance(linear, LoraLinear):
@@ -236,7 +237,7 @@ def names_module(target: str, module: str) -> bool:
 
 
 def apply_to_modules(model: Decoder, config: AdapterConfig, modules: Collection[str]) -> None:
-    """`apply_lora` for given modules, with A and B zero.
+    """`apply_lora` for given modules, with A and B zero and of any rank: files may hold more than a module can use.
 
     Raises:
         ValueError: see `apply_lora`.
@@ -248,7 +249,6 @@ def apply_to_modules(model: Decoder, config: AdapterConfig, modules: Collection[
     plan = []
     for index, site, path, linear, holder in _linears(model):
         adapted = [part for part in linear.parts if _module_name(index, holder, part) in wanted]
-        _check_rank(config.r, index, linear, adapted)
         if adapted:
             plan.append((index, site, path, linear, adapted))
     saved = [_saved_module(model, name).weight for name in config.modules_to_save]
@@ -316,8 +316,12 @@ def _check_settings(config: AdapterConfig) -> None:
         raise ValueError(f"lora_dropout must be at least 0 and below 1, not {config.lora_dropout}")
 
 
-def _check_rank(r: int, index: str, linear: Linear, adapted: Iterable[Part]) -> None:
-    for part in adapted:
-        smaller = min(linear.in_features, part.features(linear.leading))
-        if r > smaller:
-            raise ValueError(f"r = {r} exceeds the smaller side, {smaller}, of {part.name} in layer {index}")
+def _check_rank(model: Decoder, r: int, modules: Collection[str]) -> None:
+    for index, _, _, linear, holder in _linears(model):
+        for part in linear.parts:
+            smaller = min(linear.in_features, part.features(linear.leading))
+            if r > smaller and _module_name(index, holder, part) in modules:
+                raise ValueError(
+                    f"r = {r} exceeds the smaller side, {smaller}, of {part.name} in layer {index}; lower r, or leave "
+                    f"{part.name} out of target_modules"
+                )

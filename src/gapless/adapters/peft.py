@@ -29,7 +29,7 @@ from gapless.adapters.lora import (
 )
 from gapless.config import AdapterConfig
 from gapless.models.decoder import Decoder
-from gapless.models.weights import TensorView, write_safetensors
+from gapless.models.weights import TensorView, read_json, write_safetensors
 
 _EMBED = f"{PEFT_PREFIX}{SAVEABLE['embed_tokens']}.weight"
 _HEAD = f"{PEFT_PREFIX}{SAVEABLE['lm_head']}.weight"
@@ -77,25 +77,24 @@ def read_config(folder: str | Path) -> AdapterFile:
     path = Path(folder) / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no adapter: {CONFIG_FILE} is missing")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    fields = read_json(path)
     _refuse_unsupported(fields, path)
     targets = fields.get("target_modules") or ()
     targets = targets if isinstance(targets, str) else tuple(sorted(targets))
     saved = {name.rsplit(".", 1)[-1] for name in fields.get("modules_to_save") or ()}
-    try:
-        config = AdapterConfig(
-            r=int(fields["r"]),
-            lora_alpha=float(fields["lora_alpha"]),
-            lora_dropout=float(fields.get("lora_dropout", 0.0)),
-            use_rslora=bool(fields.get("use_rslora", False)),
-            target_modules=(targets,) if isinstance(targets, str) else targets,
-            modules_to_save=tuple(sorted(saved)),
-        )
-    except KeyError as error:
-        raise ValueError(f"{path} has no {error}") from error
+    numbers: dict[str, Any] = {"lora_dropout": 0.0} | fields
+    for name, kind in (("r", int), ("lora_alpha", int | float), ("lora_dropout", int | float)):
+        if not isinstance(value := numbers.get(name), kind):
+            number = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{path}: {name} must be {number}, not {json.dumps(value)}")
+    config = AdapterConfig(
+        r=numbers["r"],
+        lora_alpha=float(numbers["lora_alpha"]),
+        lora_dropout=float(numbers["lora_dropout"]),
+        use_rslora=bool(fields.get("use_rslora", False)),
+        target_modules=(targets,) if isinstance(targets, str) else targets,
+        modules_to_save=tuple(sorted(saved)),
+    )
     return AdapterFile(config, targets, fields.get("base_model_name_or_path"))
 
 
@@ -214,7 +213,11 @@ def _load(model: Decoder, file: AdapterFile, tensors: Any, path: Path) -> None:
 def _targets(model: Decoder, targets: tuple[str, ...] | str) -> list[str]:
     if isinstance(targets, tuple) or targets == ALL_LINEAR:
         return select_modules(model, (targets,) if isinstance(targets, str) else targets)
-    return [name for name in adaptable_modules(model) if re.fullmatch(targets, name)]
+    try:
+        pattern = re.compile(targets)
+    except re.error as error:
+        raise ValueError(f"{CONFIG_FILE}: target_modules {targets!r} is no regular expression: {error}") from error
+    return [name for name in adaptable_modules(model) if pattern.fullmatch(name)]
 
 
 def _check_tied(model: Decoder, tensors: Any, stored: set[str], path: Path) -> None:

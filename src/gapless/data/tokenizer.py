@@ -34,8 +34,8 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
-    "generation_config.json",
 )
+_GENERATION_CONFIG = "generation_config.json"
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # What a template may raise for a conversation it was not written for, besides Jinja's own errors.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -53,8 +53,11 @@ class Tokenizer:
         chat_templates: template sources by name; "default" is the usual one, "tool_use" is taken when there are tools.
     """
 
-    def __init__(self, path: Path, fast: FastTokenizer, chat_templates: dict[str, str], overridden: bool) -> None:
+    def __init__(
+        self, path: Path, fast: FastTokenizer, chat_templates: dict[str, str], overridden: bool, generation_config: Path
+    ) -> None:
         self.path = path
+        self.generation_config = generation_config
         self.chat_templates = chat_templates
         self._fast = fast
         self._overridden = overridden
@@ -66,12 +69,16 @@ class Tokenizer:
         self._compiled = {name: self._compile(name, source) for name, source in chat_templates.items()}
 
     @classmethod
-    def from_folder(cls, path: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
+    def from_folder(
+        cls, path: str | Path, chat_template: str | Path | None = None, *, base: str | Path | None = None
+    ) -> Tokenizer:
         """Read a model folder.
 
         Args:
             path: folder with tokenizer.json.
             chat_template: file with a Jinja template to use instead of the folder's own.
+            base: the model's folder, if `path` is that of an adapter: its generation_config.json counts where `path`
+                has none.
 
         Raises:
             ValueError: tokenizer.json or the template is missing or cannot be read.
@@ -90,12 +97,15 @@ class Tokenizer:
         # Left in the file by whoever saved it; either would change what is trained.
         fast.no_truncation()
         fast.no_padding()
+        generation_config = path / _GENERATION_CONFIG
+        if base is not None and not generation_config.is_file():
+            generation_config = Path(base) / _GENERATION_CONFIG
         if chat_template is None:
-            return cls(path, fast, _folder_templates(path), overridden=False)
+            return cls(path, fast, _folder_templates(path), False, generation_config)
         override = Path(chat_template)
         if not override.is_file():
             raise ValueError(f"chat_template {override} does not exist")
-        return cls(path, fast, {"default": _read_text(override)}, overridden=True)
+        return cls(path, fast, {"default": _read_text(override)}, True, generation_config)
 
     # ---- text ----
 
@@ -152,12 +162,12 @@ class Tokenizer:
     def eos_id(self) -> int | None:
         """The token that ends a text."""
         named = self._special_id("eos_token")
-        return named if named is not None else next(iter(_generation_eos(self.path)), None)
+        return named if named is not None else next(iter(_generation_eos(self.generation_config)), None)
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """Every token that ends an answer, the one of `eos_id` first."""
-        found = [self.eos_id, *_generation_eos(self.path), self._turn_end]
+        found = [self.eos_id, *_generation_eos(self.generation_config), self._turn_end]
         return tuple(dict.fromkeys(token for token in found if token is not None))
 
     @cached_property
@@ -213,7 +223,9 @@ class Tokenizer:
             ValueError: the folder has no template, or the template refuses the conversation.
         """
         if not self._compiled:
-            raise ValueError(f"{self.path} has no chat template; name a Jinja file with data.chat_template")
+            raise ValueError(
+                f"{self.path} has no chat template; name a Jinja file with data.chat_template, or generate with --raw"
+            )
         name = "tool_use" if tools and "tool_use" in self._compiled else "default"
         if name not in self._compiled:
             raise ValueError(f"{self.path} has the chat templates {list(self._compiled)} but none named default")
@@ -254,7 +266,8 @@ class Tokenizer:
     def files(self) -> list[Path]:
         """The tokenizer's files and generation_config.json, to be copied byte for byte on export."""
         extra = sorted((self.path / "additional_chat_templates").glob("*.jinja"))
-        return [self.path / name for name in _TOKENIZER_FILES if (self.path / name).is_file()] + extra
+        named = [self.path / name for name in _TOKENIZER_FILES]
+        return [path for path in (*named, self.generation_config) if path.is_file()] + extra
 
     def save(self, folder: str | Path) -> list[Path]:
         """Copy `files` into a folder; a chat template named by the user is written in place of the folder's own.
@@ -265,7 +278,8 @@ class Tokenizer:
         folder = Path(folder)
         written = []
         for source in self.files:
-            target = folder / source.relative_to(self.path)
+            own = source != self.generation_config  # that may be the base model's
+            target = folder / (source.relative_to(self.path) if own else source.name)
             target.parent.mkdir(parents=True, exist_ok=True)
             if not (self._overridden and source.suffix == ".jinja"):
                 shutil.copyfile(source, target)
@@ -310,8 +324,9 @@ def _special_tokens(path: Path) -> dict[str, str]:
     return found
 
 
-def _generation_eos(path: Path) -> list[int]:
-    file = path / "generation_config.json"
+def _generation_eos(file: Path) -> list[int]:
+    if not file.is_file():
+        file = file.with_name("config.json")  # as transformers does
     value = _read_json(file).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(index) is int for index in ids):

@@ -7,6 +7,7 @@ passed; a failed or killed export leaves no target folder.
 from __future__ import annotations
 
 import filecmp
+import shlex
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -55,8 +56,7 @@ def export(
         source: a run folder, a PEFT adapter folder (its config names the base), or a Hugging Face model folder.
         out: folder to write; it must not exist or be empty.
         kind: merged: a whole Hugging Face folder, in the dtype of the base's weights, with tokenizer, chat template
-            and generation config as they were; adapter: a PEFT folder, its
-            files as they were.
+            and generation config as they were; adapter: a PEFT folder, its files as they were.
         max_shard_bytes: most bytes of weights in a file (merged).
 
     Raises:
@@ -88,9 +88,9 @@ def _folder_in_making(out: Path) -> Generator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         temporary.replace(out)
-    except FileNotFoundError:
-        raise
     except OSError as error:
+        if error.filename is not None and temporary not in (Path(error.filename), *Path(error.filename).parents):
+            raise  # about a file that was read
         raise ValueError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -110,8 +110,8 @@ def _write_merged(source: ModelSource, folder: Path, out: Path, max_shard_bytes:
         base = None
     tensors, changed = _check_merged(model, folder, base)
     commands = (
-        f"vllm serve {out}",
-        f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{out}')\"",
+        f"vllm serve {shlex.quote(str(out))}",
+        _python(f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({str(out)!r})"),
     )
     return Exported(out, tensors, changed, commands)
 
@@ -188,12 +188,16 @@ def _write_adapter(source: ModelSource, folder: Path, out: Path) -> Exported:
     if source.chat_template is not None or (source.adapter / "tokenizer.json").is_file():
         # Prompts must be rendered as in training, which the base's own template would not do.
         source.tokenizer().save(folder)
-    commands = [f"python -c \"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained('{out}')\""]
+    commands = [_python(f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({str(out)!r})")]
     rank = next((rank for rank in _VLLM_RANKS if rank >= config.r), None)
     if rank is not None and not config.modules_to_save:  # vLLM takes neither larger ranks nor modules trained in full
-        lora = f"--enable-lora --max-lora-rank {rank} --lora-modules {out.name}={out}"
-        commands.insert(0, f"vllm serve {source.model.absolute()} {lora}")
+        lora = f"--enable-lora --max-lora-rank {rank} --lora-modules {shlex.quote(f'{out.name}={out}')}"
+        commands.insert(0, f"vllm serve {shlex.quote(str(source.model.absolute()))} {lora}")
     return Exported(out, len(list(file_views(model))), None, tuple(commands))
+
+
+def _python(script: str) -> str:
+    return f"python -c {shlex.quote(script)}" if '"' in script or "$" in script else f'python -c "{script}"'
 
 
 def _report(exported: Exported) -> None:

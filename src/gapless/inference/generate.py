@@ -200,6 +200,8 @@ def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int
             raise ValueError(f"{name} must be at least 1, not {value}")
     vocab = model.config.vocab
     for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            raise ValueError(f"prompt {index} is a text; prompts are token ids: tokenizer.encode or tokenizer.chat_ids")
         if not prompt:
             raise ValueError(f"prompt {index} has no tokens")
         if not 0 <= min(prompt) <= max(prompt) < vocab:

@@ -12,9 +12,9 @@ from gapless.adapters.peft import is_adapter, load_adapter, read_config
 from gapless.config_file import load_config
 from gapless.data.tokenizer import Tokenizer
 from gapless.models.decoder import Decoder
-from gapless.models.weights import load_weights
+from gapless.models.weights import load_weights, read_json
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,13 @@ class ModelSource:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, that of the adapter folder if it has one."""
         own = self.adapter is not None and (self.adapter / "tokenizer.json").is_file()
-        return Tokenizer.from_folder(self.adapter if own and self.adapter else self.model, self.chat_template)
+        folder = self.adapter if own and self.adapter else self.model
+        return Tokenizer.from_folder(folder, self.chat_template, base=self.model)
+
+    def made_for(self) -> int | None:
+        """Tokens of the longest text the model was made for; None if its config does not say."""
+        positions = read_json(self.model / "config.json").get("max_position_embeddings")
+        return positions if isinstance(positions, int) else None
 
 
 def find_model(path: str | Path, adapter: str | Path | None = None) -> ModelSource:
@@ -83,10 +89,11 @@ def load_model(
         FileNotFoundError: a folder or file is missing.
         ValueError: a file is damaged or not supported.
     """
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype}")
     source = find_model(path, adapter)
-    return load_source(source, dtype=_DTYPES[dtype], device=_device(device), max_length=max_length), source.tokenizer()
+    model = load_source(source, dtype=DTYPES[dtype], device=pick_device(device), max_length=max_length)
+    return model, source.tokenizer()
 
 
 def load_source(
@@ -129,7 +136,12 @@ def _adapter_folder(folder: Path) -> Path:
     return folder
 
 
-def _device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
+    """The device that auto, cpu or cuda means here.
+
+    Raises:
+        ValueError: another name, or there is no GPU.
+    """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError("device is cuda, but torch sees no GPU; use auto or cpu")

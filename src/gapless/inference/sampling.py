@@ -58,7 +58,9 @@ class Sampler:
         """
         if self.sampling.temperature == 0.0:
             return logits.argmax(dim=-1).tolist()
-        uniform = torch.tensor([self._stream(sequence).random() for sequence in sequences], device=logits.device)
+        uniform = torch.tensor(
+            [self._stream(sequence).random() for sequence in sequences], dtype=torch.float64, device=logits.device
+        )
         return draw(logits, uniform, self.sampling).tolist()
 
     def forget(self, sequence: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +29,13 @@ class TrainResult:
     """The run folder."""
     result_dir: Path | None
     """The adapter or the model; None if a signal stopped the run."""
+    stopped_by: str | None
+    """Name of the signal that stopped the run: SIGINT (Ctrl-C) or SIGTERM."""
+
+    @property
+    def exit_code(self) -> int:
+        """0, or that of a process which the signal ended, as shells count: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + signal.Signals[self.stopped_by] if self.stopped_by else 0
 
 
 class Run(Protocol):

@@ -39,10 +39,9 @@ def loss_plot(lines: Sequence[Metrics], title: str) -> str:
     parts += [_line([place(point) for point in _smooth(train)], "#1f5fa8", 2)]
     parts += [_line([place(point) for point in evaluation], "#d1495b", 1.5)]
     parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#d1495b"/>' for x, y in map(place, evaluation)]
-    parts += [
-        _text(WIDTH - RIGHT, 18, "train", "end", 12, "#1f5fa8"),
-        _text(WIDTH - 56, 18, "eval", "end", 12, "#d1495b"),
-    ]
+    parts.append(_text(WIDTH - RIGHT, 18, "train", "end", 12, "#1f5fa8"))
+    if evaluation:
+        parts.append(_text(WIDTH - 56, 18, "eval", "end", 12, "#d1495b"))
     body = "\n".join(part for part in parts if part)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">\n'

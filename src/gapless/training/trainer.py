@@ -358,6 +358,7 @@ class Trainer:
             eval_loss=totals.eval_loss,
             output_dir=self._folder,
             result_dir=result_dir,
+            stopped_by=self._signals.received,
         )
         if not self._signals.received:
             for callback in self._callbacks:
