@@ -109,11 +109,18 @@ def test_a_single_answer_is_printed_as_it_is_written(run, monkeypatch, capsys):
 
 def test_rows_of_other_kinds_are_answered(run, tmp_path, capsys):
     turns = [{"role": "user", "content": "Hello"}]
-    columns = {"day": [datetime.date(2024, 1, 2)], "prompt": [turns], "messages": ["no conversation"]}
+    columns = {
+        "day": [datetime.date(2024, 1, 2)],
+        "prompt": [turns],
+        "messages": ["no conversation"],
+        "completion": ["right"],
+    }
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
     assert cli.main(["generate", str(run), "--file", str(tmp_path / "rows.parquet"), "--max_new_tokens", "1"]) == 0
     row = json.loads(capsys.readouterr().out)
     assert (row["day"], row["prompt"], row["messages"]) == ("2024-01-02", turns, "no conversation")
+    assert row["reference"] == "right"
+    assert row["completion"] != "right"
 
 
 def test_an_answer_beyond_the_models_positions_is_noted_and_scaled_for(run, monkeypatch, capsys):
@@ -171,7 +178,12 @@ def test_other_errors_keep_their_traceback(monkeypatch, error):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 def test_a_full_disk_under_stdout_is_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "gapless", "--help"], stdout=full, stderr=subprocess.PIPE)
+        done = subprocess.run(
+            [sys.executable, "-m", "gapless", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        )
     assert (done.returncode, done.stderr) == (2, b"error: No space left on device\n")
 
 

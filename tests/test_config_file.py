@@ -228,6 +228,7 @@ def test_overrides_win_and_start_in_the_current_folder(tmp_path, monkeypatch):
         (["--training.save-total-limit=none"], "training.save_total_limit", None),
         (["--logging.report_to", "none"], "logging.report_to", ()),
         (["--logging.sample_prompts", "none"], "logging.sample_prompts", ("none",)),
+        (["--data.cache_dir", "none"], "data.cache_dir", os.path.abspath("none")),
     ],
 )
 def test_overrides_spelt_as_in_a_file(tmp_path, tokens, home, value):

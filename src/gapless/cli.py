@@ -179,7 +179,7 @@ class GenerateOptions:
     """Answers prompts.
 
     Answers go to stdout, a single one as it is written; with --file they are JSON lines: the row with `completion`
-    and `finish_reason` added.
+    and `finish_reason` added (a `completion` of the row's own becomes `reference`).
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -355,17 +355,18 @@ def _write_answers(options: GenerateOptions, rows: list[dict[str, Any]], complet
         return
     lines = [
         # Rows of other files than JSON may hold dates or bytes, which are written as text.
-        json.dumps(
-            row | {"completion": completion.text, "finish_reason": completion.finish_reason},
-            ensure_ascii=False,
-            default=str,
-        )
+        json.dumps(_answered(row, completion), ensure_ascii=False, default=str)
         for row, completion in zip(rows, completions, strict=True)
     ]
     if options.output is None:
         print("\n".join(lines))
     else:
         Path(options.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _answered(row: dict[str, Any], completion: Completion) -> dict[str, Any]:
+    kept = {"reference" if key == "completion" else key: value for key, value in row.items()}
+    return kept | {"completion": completion.text, "finish_reason": completion.finish_reason}
 
 
 # ---- export ----

@@ -167,6 +167,10 @@ def test_settings_are_refused_before_the_model_is_touched(settings, message):
     assert not any(isinstance(module, LoraLinear) for module in model.modules())
 
 
+def test_a_rank_is_compared_with_the_modules_it_is_for():
+    assert {layer.r for _, layer, _ in adapted_modules(new(r=17, target_modules=("q_proj", "down_proj")))} == {17}
+
+
 def test_a_second_adapter_is_refused():
     model = new()
     with pytest.raises(ValueError, match="has an adapter already"):

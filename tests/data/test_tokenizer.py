@@ -112,10 +112,13 @@ def test_end_tokens_of_the_base_model_hold_for_an_adapters_tokenizer(tmp_path):
         write_tiny_tokenizer(tmp_path / name, "llama3")
     (tmp_path / "adapter" / "generation_config.json").unlink()
     (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [1, 4, 6]}')
+    (tmp_path / "adapter" / "additional_chat_templates").mkdir()
+    (tmp_path / "adapter" / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     adapter = Tokenizer.from_folder(tmp_path / "adapter", base=tmp_path / "base")
     assert set(adapter.eos_ids) == {1, 4, 6}
     adapter.save(tmp_path / "out")
-    for name, source in (("generation_config.json", "base"), ("tokenizer.json", "adapter")):
+    tools = "additional_chat_templates/tool_use.jinja"
+    for name, source in (("generation_config.json", "base"), ("tokenizer.json", "adapter"), (tools, "adapter")):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / source / name).read_bytes()
     # Without a generation config anywhere transformers takes those of config.json.
     (tmp_path / "base" / "generation_config.json").unlink()
