@@ -186,11 +186,11 @@ def dump_config(config: RunConfig) -> str:
     """The configuration as TOML that loads back to the same one.
 
     Relative paths are written as absolute ones, so that the text means the same in any folder. Keys that the
-    configuration does not use (those of the adapter in full fine-tuning, for instance) are left out.
+    configuration does not use (those of the adapter in full fine-tuning, epochs beside max_steps) are left out.
     """
     unused = {key for key, _ in _unused(config)}
-    if config.training.max_steps is not None and config.training.num_train_epochs == DEFAULTS[_EPOCHS]:
-        unused.add(_EPOCHS)  # beside max_steps it would ask for a note
+    if config.training.max_steps is not None:
+        unused.add(_EPOCHS)
     lines = []
     for section in SECTIONS:
         lines.append(f"[{section}]")
