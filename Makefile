@@ -7,6 +7,10 @@ STAMP := .venv/installed-from-pyproject
 # The tests use this torch. A machine with an NVIDIA driver takes the newest that the package allows.
 TORCH := $(shell nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
+# Threads that wait for one another sleep instead of spinning: where other work shares the cores, spinning costs a
+# factor of ten and more (docs/log.md).
+export OMP_WAIT_POLICY ?= passive
+
 .PHONY: help setup demo test test-full lint format docs clean
 
 help:
