@@ -108,7 +108,7 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "out-of-range": (TRAIN, lambda: replace(P("run.toml"), "r = 4", "r = 0"), "adapter.r: must be at least 1, not 0"),
     "required": (TRAIN, lambda: replace(P("run.toml"), 'train = "train.jsonl"', ""), "data.train: is missing"),
     "not-toml": (TRAIN, lambda: replace(P("run.toml"), "r = 4", "r : 4"), "run.toml: is not TOML"),
-    "no-gpu": (f"{TRAIN} --model.device cuda", on_a_cpu, 'model.device is "cuda" but torch sees no GPU'),
+    "no-gpu": (f"{TRAIN} --model.device cuda", on_a_cpu, "device is cuda, but torch sees no GPU"),
     # data
     "data-missing": (TRAIN, lambda: P("train.jsonl").unlink(), "train.jsonl: no such file or folder"),
     "data-empty": (TRAIN, lambda: P("train.jsonl").write_text(""), "train.jsonl is empty"),

@@ -17,6 +17,7 @@ from gapless.adapters.lora import adapter_views, apply_lora
 from gapless.adapters.peft import save_adapter
 from gapless.batch import segments
 from gapless.config import AdapterConfig
+from gapless.data.tokenizer import Tokenizer
 from gapless.inference.export import export
 from gapless.inference.load import find_model, load_model
 from gapless.models.weights import load_weights
@@ -138,6 +139,16 @@ def test_an_adapter_with_a_tokenizer_of_its_own_keeps_the_models_generation_conf
         base / "generation_config.json"
     ).read_bytes()
     assert {1, 4} <= set(load_model(adapter, dtype="fp32", device="cpu")[1].eos_ids)
+
+
+def test_an_end_token_that_no_file_lists_is_named(tmp_path, base, adapter, capsys):
+    """Base models: vLLM would go on past the end of the turn they were taught."""
+    assert export(adapter, tmp_path / "listed").note is None
+    (base / "generation_config.json").write_text('{"eos_token_id": 4}')
+    end = Tokenizer.from_folder(base).unlisted_end
+    assert end == "<|im_end|>"
+    assert end in export(adapter, tmp_path / "unlisted").note
+    assert f"does not list {end}" in capsys.readouterr().out
 
 
 def test_next_commands_hold_with_awkward_names(tmp_path, base, adapter):

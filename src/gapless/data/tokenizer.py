@@ -170,6 +170,12 @@ class Tokenizer:
         found = [self.eos_id, *_generation_eos(self.generation_config), self._turn_end]
         return tuple(dict.fromkeys(token for token in found if token is not None))
 
+    @property
+    def unlisted_end(self) -> str | None:
+        """The token that closes a turn of the chat template, if other tools will not stop there: no file lists it."""
+        listed = _generation_eos(self.generation_config)
+        return None if self._turn_end is None or self._turn_end in listed else self._fast.id_to_token(self._turn_end)
+
     @cached_property
     def end_tokens(self) -> tuple[str, ...]:
         """The texts of special tokens and of `eos_ids`, longest first: what may close a turn."""

@@ -41,6 +41,8 @@ class Exported:
     """Those that differ from the model the training began with; None if that is not known."""
     next_commands: tuple[str, ...]
     """How other tools load the folder."""
+    note: str | None = None
+    """What other tools will not know."""
 
 
 def export(
@@ -113,7 +115,12 @@ def _write_merged(source: ModelSource, folder: Path, out: Path, max_shard_bytes:
         f"vllm serve {shlex.quote(str(out))}",
         _python(f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({str(out)!r})"),
     )
-    return Exported(out, tensors, changed, commands)
+    end = source.tokenizer().unlisted_end
+    note = end and (
+        f"generation_config.json is the base model's and does not list {end}, which ends a turn of the chat template: "
+        f"vLLM and transformers stop there only if told (stop = {end!r}), or once its id is in eos_token_id"
+    )
+    return Exported(out, tensors, changed, commands, note)
 
 
 def _check_merged(model: Decoder, folder: Path, base: Path | None) -> tuple[int, int | None]:
@@ -203,4 +210,6 @@ def _python(script: str) -> str:
 def _report(exported: Exported) -> None:
     changed = "" if exported.changed is None else f", {exported.changed} of them changed by the training"
     print(f"wrote {exported.folder}: {exported.tensors} tensors, read back and compared{changed}")
+    if exported.note:
+        print(f"note: {exported.note}")
     print("next:", *exported.next_commands, sep="\n  ")

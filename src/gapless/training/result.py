@@ -9,10 +9,10 @@ from gapless.adapters.merge import merged_tensors
 from gapless.adapters.peft import save_adapter
 from gapless.config import RunConfig
 from gapless.data.tokenizer import Tokenizer
+from gapless.inference.load import DTYPES
 from gapless.models.decoder import Decoder
 from gapless.models.weights import save_weights, write_config
 from gapless.training import files
-from gapless.training.setup import DTYPES
 
 
 def write_result(model: Decoder, tokenizer: Tokenizer, config: RunConfig, folder: Path) -> Path:

@@ -17,22 +17,9 @@ from gapless.data.loader import Loader, eval_batches
 from gapless.data.sources import open_rows
 from gapless.data.store import TokenStore, tokenize
 from gapless.data.tokenizer import Tokenizer
+from gapless.inference.load import DTYPES, find_model
 from gapless.models.decoder import Decoder
-from gapless.models.weights import TensorView, hf_views, load_weights, read_json
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def pick_device(config: RunConfig) -> torch.device:
-    """The device of the run.
-
-    Raises:
-        ValueError: a GPU is asked for and there is none.
-    """
-    available = torch.cuda.is_available()
-    if config.model.device == "cuda" and not available:
-        raise ValueError('model.device is "cuda" but torch sees no GPU; use "auto" or "cpu"')
-    return torch.device("cpu" if config.model.device == "cpu" or not available else "cuda")
+from gapless.models.weights import TensorView, hf_views, load_weights
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer, device: torch.device) -> tuple[Decoder, list[TensorView]]:
@@ -58,8 +45,8 @@ def build_model(config: RunConfig, tokenizer: Tokenizer, device: torch.device) -
 
 def length_note(config: RunConfig) -> str | None:
     """What to say where rows are longer than the model is made for."""
-    made_for = read_json(Path(config.model.path, "config.json")).get("max_position_embeddings")
-    if not isinstance(made_for, int) or config.data.max_length <= made_for:
+    made_for = find_model(config.model.path).made_for()
+    if made_for is None or config.data.max_length <= made_for:
         return None
     return (
         f"note: max_length {config.data.max_length} exceeds the {made_for} tokens the model is made for "

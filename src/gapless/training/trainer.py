@@ -23,6 +23,7 @@ from gapless.config_file import check_config
 from gapless.data.loader import TrainStep
 from gapless.data.store import TokenStore
 from gapless.data.tokenizer import Tokenizer
+from gapless.inference.load import pick_device
 from gapless.training import run_folder, setup
 from gapless.training.callbacks import Callback, TrainResult
 from gapless.training.checkpoint import (
@@ -163,7 +164,7 @@ class Trainer:
     def _build(self, store: TokenStore) -> None:
         """Model, optimizer, loader and schedule."""
         training = self.config.training
-        self.device = setup.pick_device(self.config)
+        self.device = pick_device(self.config.model.device)
         self.model, views = setup.build_model(self.config, self.tokenizer, self.device)
         self.optimizer = self._opened.enter_context(closing(AdamW(views, self.config.optim)))
         rows = training.per_device_train_batch_size
