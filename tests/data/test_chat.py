@@ -43,6 +43,40 @@ def with_template(tmp_path, source, base="chatml"):
     return Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("role", "hint"),
+    [
+        ("asistant", "did you mean 'assistant'"),
+        ("use", "did you mean 'user'"),
+        ("Assistant", "did you mean 'assistant'"),
+    ]
+    + [("bot", "correct it"), ("", "correct it"), ("assistan", "did you mean 'assistant'")],
+)
+@pytest.mark.parametrize("template", ["chatml", "llama3"])
+def test_a_mistyped_role_is_refused(tokenizers, template, role, hint):
+    for row in (
+        {"messages": [ASK, {**ANSWER, "role": role}]},
+        {"prompt": [ASK], "completion": [{**ANSWER, "role": role}]},
+    ):
+        with pytest.raises(ValueError, match=f"message 1 has the role '{role}', .* does not name; {hint}"):
+            encode(tokenizers[template], row)
+
+
+def test_a_role_that_the_template_names_is_accepted(tmp_path):
+    source = (
+        "{% for m in messages %}{{ ('C: ' if m['role'] == 'critic' else m['role'] + ': ') + m['content'] }}"
+        "<|im_end|>{% endfor %}"
+    )
+    tokenizer = with_template(tmp_path, source)
+    critic = {"role": "critic", "content": "No."}
+    document = encode(tokenizer, {"messages": [ASK, critic, ANSWER]})
+    assert "C: No.<|im_end|>" in tokenizer.decode(document.tokens, skip_special=False)
+    with pytest.raises(ValueError, match="'critics'"):
+        encode(tokenizer, {"messages": [{**critic, "role": "critics"}, ANSWER]})
+    for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython"):
+        encode(tokenizer, {"messages": [{"role": role, "content": "x"}, ASK, ANSWER]})
+
+
 # What a reader of the rendered text would mark by hand.
 CALLED = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Tromsø"}}\n</tool_call>'
 EXPECTED = {

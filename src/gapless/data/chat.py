@@ -15,7 +15,9 @@ trained.
 from __future__ import annotations
 
 import bisect
+import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +30,8 @@ from gapless.data.formats import ChatRow, Format, Message, PromptRow, RowReader,
 from gapless.data.tokenizer import Tokenizer
 
 Span = tuple[int, int]
+USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Roles that any template may be given."""
 # Private-use characters: no template looks for them, and none trims them.
 _MARK = "\ue000\ue001\ue002"
 
@@ -167,15 +171,18 @@ class ChatSpans:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._traits: _Traits | None = None
+        self._roles = set(USUAL_ROLES)
         self.unended = self.shortened = 0
 
     def spans(self, row: ChatRow) -> tuple[str, list[Span]]:
         """The text of a conversation and the characters of its trained turns, ascending.
 
         Raises:
-            ValueError: the template refuses the conversation, leaves out its tools or tool calls, or a turn cannot be
-                told from the text around it.
+            ValueError: a role is unknown, the template refuses the conversation, leaves out its tools or tool calls, or
+                a turn cannot be told from the text around it.
         """
+        for index, message in enumerate(row.messages):
+            self._check_role(message["role"], index)
         # Probed once, when the first conversation comes: rows of plain text need no template.
         self._traits = self._traits or _probe(self._tokenizer)
         messages = self._prepared(row, self._traits)
@@ -190,6 +197,19 @@ class ChatSpans:
         turns = zip(learned, spans, strict=True)
         self.shortened += sum(_is_shortened(message, text[start:end]) for message, (start, end) in turns)
         return text, spans
+
+    def _check_role(self, role: str, index: int) -> None:
+        """Most templates leave out a turn whose role they do not know, or print the name as it is."""
+        if role in self._roles:
+            return
+        if not _names(self._tokenizer, role):
+            known = ", ".join(USUAL_ROLES)
+            near = difflib.get_close_matches(role.lower(), USUAL_ROLES, n=1)
+            raise ValueError(
+                f"message {index} has the role {role!r}, which is none of {known}, and which the chat template does "
+                f"not name; {f'did you mean {near[0]!r}?' if near else 'correct it'}"
+            )
+        self._roles.add(role)
 
     def _prepared(self, row: ChatRow, traits: _Traits) -> list[Message]:
         if row.tools and not traits.shows_tools:
@@ -238,6 +258,12 @@ def _probe(tokenizer: Tokenizer) -> _Traits:
         # Two blanks: a template that parses and prints again would leave one.
         parses_arguments='{"k":  1}' not in as_string,
     )
+
+
+def _names(tokenizer: Tokenizer, role: str) -> bool:
+    """Whether a template of the tokenizer holds the role as a word ("use" is no word of "user")."""
+    word = re.compile(rf"(?<!\w){re.escape(role)}(?!\w)")
+    return bool(role) and any(word.search(source) for source in tokenizer.chat_templates.values())
 
 
 def _is_shortened(message: Message, turn: str) -> bool:
