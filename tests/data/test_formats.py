@@ -30,6 +30,18 @@ def test_own_column_names():
     assert read({"messages": [USER], "functions": json.dumps([TOOL])}, tools="functions").tools == [TOOL]
 
 
+def test_each_row_has_its_own_format():
+    reader = RowReader("auto", {"prompt": "question"})
+    chat = {"messages": [USER, ASSISTANT]}
+    rows = [chat, {"instruction": "q", "output": "a"}, {"text": "x"}, {"question": "q", "completion": "a"}, chat]
+    same = ChatRow([USER, ASSISTANT], [False, True])
+    assert [reader.read(row) for row in rows] == [same, same, TextRow("x"), PromptRow("q", "a"), same]
+    with pytest.raises(ValueError, match="the columns 'prompt', 'completion' are no known format"):
+        reader.read({"prompt": "q", "completion": "a"})
+    with pytest.raises(ValueError, match="fit the formats messages and text"):
+        reader.read({**chat, "text": "x"})
+
+
 def test_sharegpt():
     row = {
         "conversations": [

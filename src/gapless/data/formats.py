@@ -77,7 +77,7 @@ class RowReader:
     """Turns rows into `TextRow`, `PromptRow` or `ChatRow`.
 
     Args:
-        format: of all rows; auto recognises it by the columns of the first row read.
+        format: of all rows; auto recognises each by its columns.
         columns: {canonical name: name in the file}; an empty name leaves an optional column out.
 
     Raises:
@@ -89,6 +89,7 @@ class RowReader:
         if unknown := sorted(set(columns) - set(known)):
             raise ValueError(f"columns names {unknown}, which no format has; known are {known}")
         self._format: Format | None = None if format == "auto" else format
+        self._recognised: dict[tuple[str, ...], Format] = {}
         self._columns = dict(columns)
 
     def read(self, row: Mapping[str, Any]) -> TextRow | PromptRow | ChatRow:
@@ -98,21 +99,27 @@ class RowReader:
             ValueError: the format is not recognised, a column is missing or has the wrong type, a role is unknown. The
                 message does not know the place of the row; the caller adds it.
         """
-        self._format = self._format or self._recognise(row)
-        names = {name: self._columns.get(name, name) for name in REQUIRED[self._format]}
+        format = self._format or self._recognise(row)
+        names = {name: self._columns.get(name, name) for name in REQUIRED[format]}
         if missing := [column for column in names.values() if column not in row]:
             raise ValueError(
-                f"no column {_quoted(missing)} for format {self._format} (the row has {_quoted(row)}); "
+                f"no column {_quoted(missing)} for format {format} (the row has {_quoted(row)}); "
                 "set data.format or data.columns"
             )
         values = {name: row[column] for name, column in names.items()}
-        for name in OPTIONAL[self._format]:
+        for name in OPTIONAL[format]:
             value = row.get(self._columns.get(name, name))
             if value is not None:
                 values[name] = value
-        return _READERS[self._format](values)
+        return _READERS[format](values)
 
     def _recognise(self, row: Mapping[str, Any]) -> Format:
+        columns = tuple(row)
+        if columns not in self._recognised:
+            self._recognised[columns] = self._fitting(columns)
+        return self._recognised[columns]
+
+    def _fitting(self, row: tuple[str, ...]) -> Format:
         found: list[Format] = [
             name
             for name, columns in REQUIRED.items()
