@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from conversations import ANSWER, ASK
+from conversations import ANSWER, ASK, ASK_AGAIN, CALL, RESULT
 
 from gapless.config import DataConfig
 from gapless.data import store as store_module
@@ -71,6 +71,36 @@ def test_nothing_to_train_on_is_refused_with_counts(tokenizer):
     )
     with pytest.raises(ValueError, match=message):
         tokenize(ROWS[1:], tokenizer, config())
+
+
+def test_the_report_says_what_is_trained_without_the_template(tokenizer, tmp_path):
+    rows = [{"prompt": "q", "completion": "a"}, {"prompt": [ASK], "completion": [ANSWER]}, {"text": "x"}]
+    note = "note: 1 rows have prompt and completion as plain texts, which are trained without the chat template; ask "
+    for cache_dir in (None, tmp_path / "cache", tmp_path / "cache"):
+        lines = tokenize(rows, tokenizer, config(), cache_dir=cache_dir).report.lines()
+        assert [line for line in lines if line.startswith(note) and "gapless generate --raw" in line] == lines[1:]
+    assert len(tokenize(rows[1:], tokenizer, config()).report.lines()) == 1
+    write_tiny_tokenizer(tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    assert len(tokenize(rows[:1], Tokenizer.from_folder(tmp_path / "base"), config()).report.lines()) == 1
+
+
+def test_empty_answers_are_counted(tokenizer):
+    empty = {"role": "assistant", "content": " \n"}
+    rows = [
+        {"messages": [ASK, empty, ASK, ANSWER, ASK, {**empty, "content": ""}]},
+        {"prompt": "q", "completion": ""},
+        {"instruction": "q", "output": ""},
+    ]
+    report = tokenize(rows, tokenizer, config(max_length=1000)).report
+    assert report.empty_answers == 4
+    assert "4 answers are empty: the model learns to stop at once" in report.lines()
+    said = [
+        {"messages": [ASK, {**empty, "reasoning_content": "Hm."}, ASK_AGAIN, CALL, RESULT, ANSWER]},
+        {"messages": [ASK, {**empty, "weight": 0}, {**ASK, "content": ""}, ANSWER]},
+        {"prompt": "", "completion": "a"},
+    ]
+    assert tokenize(said, tokenizer, config(max_length=1000)).report.empty_answers == 0
 
 
 def test_errors_name_the_row(tokenizer, tmp_path):

@@ -32,6 +32,7 @@ from gapless.data.tokenizer import Tokenizer
 Span = tuple[int, int]
 USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles that any template may be given."""
+_TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking")
 # Private-use characters: no template looks for them, and none trims them.
 _MARK = "\ue000\ue001\ue002"
 
@@ -44,6 +45,10 @@ class RowEncoder:
         format: see `gapless.data.formats.RowReader`.
         columns: see `gapless.data.formats.RowReader`.
         train_on: completions: assistant turns, completions, all of a text; all: every token.
+
+    Attributes:
+        plain_prompts: rows of a prompt and a completion as plain texts, so far.
+        empty_answers: trained turns and completions that say nothing at all, so far.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class RowEncoder:
         self._reader = RowReader(format, columns or {})
         self._chat = ChatSpans(tokenizer)
         self._train_on = train_on
+        self.plain_prompts = self.empty_answers = 0
 
     @property
     def unended_turns(self) -> int:
@@ -95,12 +101,16 @@ class RowEncoder:
             )
         if isinstance(content, TextRow):
             return Prepared(content.text, None, ends=True, prompt=None)
+        self.plain_prompts += 1
+        self.empty_answers += not content.completion.strip()
         return Prepared(content.prompt + content.completion, None, ends=True, prompt=content.prompt)
 
     def _prepare_chat(self, row: ChatRow) -> Prepared:
         if not row.messages:
             return Prepared("", (), ends=False, prompt=None)
         text, spans = self._chat.spans(row)
+        turns = zip(row.messages, row.learned, strict=True)
+        self.empty_answers += sum(learned and _is_empty(message) for message, learned in turns)
         return Prepared(text, None if self._train_on == "all" else tuple(spans), ends=False, prompt=None)
 
     def finish(self, prepared: Prepared, encoding: Encoding) -> Document:
@@ -260,6 +270,12 @@ def _probe(tokenizer: Tokenizer) -> _Traits:
     )
 
 
+def _is_empty(message: Message) -> bool:
+    """Whether a turn neither says, thinks nor calls anything."""
+    texts = (message.get(name) for name in _TEXT_KEYS)
+    return not message.get("tool_calls") and not any(isinstance(text, str) and text.strip() for text in texts)
+
+
 def _names(tokenizer: Tokenizer, role: str) -> bool:
     """Whether a template of the tokenizer holds the role as a word ("use" is no word of "user")."""
     word = re.compile(rf"(?<!\w){re.escape(role)}(?!\w)")
@@ -268,7 +284,7 @@ def _names(tokenizer: Tokenizer, role: str) -> bool:
 
 def _is_shortened(message: Message, turn: str) -> bool:
     """Whether a turn lacks the first word of what the row says: some templates leave thinking out."""
-    said = (message.get(name) for name in ("content", "reasoning_content", "reasoning", "thinking"))
+    said = (message.get(name) for name in _TEXT_KEYS)
     return any(isinstance(text, str) and text.strip() and text.split()[0] not in turn for text in said)
 
 

@@ -29,7 +29,7 @@ from gapless.data.chat import RowEncoder
 from gapless.data.sources import Rows, open_rows
 from gapless.data.tokenizer import Tokenizer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _TEMPORARY = "writing-"
 _BATCH_ROWS = 256
 _HASH_CHUNK = 1 << 22
@@ -59,6 +59,10 @@ class TokenReport:
     """Trained assistant turns that the chat template closes without an end token."""
     shortened_turns: int = 0
     """Trained assistant turns of which the chat template leaves out the beginning or the reasoning."""
+    empty_answers: int = 0
+    """Trained assistant turns and completions without content, read."""
+    untemplated: int = 0
+    """Rows read of a prompt and a completion as plain texts, although the tokenizer has a chat template."""
     max_length: int = 0
 
     def lines(self) -> list[str]:
@@ -78,6 +82,14 @@ class TokenReport:
             lines.append(
                 f"{self.shortened_turns:,} answers are trained without their thinking, which the chat template leaves "
                 "out"
+            )
+        if self.empty_answers:
+            lines.append(f"{self.empty_answers:,} answers are empty: the model learns to stop at once")
+        if self.untemplated:
+            lines.append(
+                f"note: {self.untemplated:,} rows have prompt and completion as plain texts, which are trained without "
+                "the chat template; ask with `gapless generate --raw` (sample_prompts use the template), or make both "
+                "lists of messages to train the chat format"
             )
         return lines
 
@@ -189,6 +201,8 @@ def _fill(sink: _Sink, rows: Rows, tokenizer: Tokenizer, config: DataConfig) -> 
         report.trained += int(kept.trained[1:].sum())
         sink.add(kept, row)
     report.unended_turns, report.shortened_turns = encoder.unended_turns, encoder.shortened_turns
+    report.empty_answers = encoder.empty_answers
+    report.untemplated = encoder.plain_prompts if tokenizer.chat_templates else 0
     if not report.kept:
         counts = "; ".join(f"{count:,} {reason}" for reason, count in report.dropped.items())
         raise ValueError(
