@@ -91,6 +91,10 @@ def test_named_templates_of_an_older_folder(tmp_path):
     assert tokenizer.render([ASK]) == oracle(tmp_path).apply_chat_template([ASK], tokenize=False) == "plain"
     assert tokenizer.render([ASK], tools=TOOLS) == "tools 1"
     assert tokenizer.token(tokenizer.eos_id) == "<|im_end|>"
+    config["chat_template"][1]["template"] = "{{ messages.nothing() }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"the chat template 'tool_use' of {tmp_path} refuses"):
+        Tokenizer.from_folder(tmp_path).render([ASK], tools=TOOLS)
 
 
 def test_end_tokens(folders, tmp_path):
@@ -194,6 +198,19 @@ def test_save_copies_bytes(folders, tmp_path):
     override.write_text("{{ messages[0].content }}")
     Tokenizer.from_folder(folders / "llama3", chat_template=override).save(tmp_path)
     assert Tokenizer.from_folder(tmp_path).render([ASK]) == ASK["content"]
+
+
+def test_errors_of_a_template_name_its_file(folders, tmp_path):
+    mine = tmp_path / "mine.jinja"
+    for source, fault in (
+        ("{% if %}", ", line 1, is not Jinja"),
+        ("{{ messages.nothing() }}", " refuses the conversat"),
+    ):
+        mine.write_text(source)
+        with pytest.raises(ValueError, match=rf"^the chat template {mine}{fault}"):
+            Tokenizer.from_folder(folders / "llama3", chat_template=mine).render([ASK])
+    with pytest.raises(ValueError, match=rf"the chat template of {folders / 'mistral'} refuses"):
+        Tokenizer.from_folder(folders / "mistral").render([{"role": "user"}])
 
 
 def test_bad_folders(tmp_path):

@@ -54,13 +54,18 @@ class Tokenizer:
     """
 
     def __init__(
-        self, path: Path, fast: FastTokenizer, chat_templates: dict[str, str], overridden: bool, generation_config: Path
+        self,
+        path: Path,
+        fast: FastTokenizer,
+        chat_templates: dict[str, str],
+        override: Path | None,
+        generation_config: Path,
     ) -> None:
         self.path = path
         self.generation_config = generation_config
         self.chat_templates = chat_templates
         self._fast = fast
-        self._overridden = overridden
+        self._override = override
         self._special = _special_tokens(path)
         self._environment = _environment()
         # One clock for the whole run, so that a date in the template is the same in every rendering.
@@ -101,11 +106,11 @@ class Tokenizer:
         if base is not None and not generation_config.is_file():
             generation_config = Path(base) / _GENERATION_CONFIG
         if chat_template is None:
-            return cls(path, fast, _folder_templates(path), False, generation_config)
+            return cls(path, fast, _folder_templates(path), None, generation_config)
         override = Path(chat_template)
         if not override.is_file():
             raise ValueError(f"chat_template {override} does not exist")
-        return cls(path, fast, {"default": _read_text(override)}, True, generation_config)
+        return cls(path, fast, {"default": _read_text(override)}, override, generation_config)
 
     # ---- text ----
 
@@ -244,7 +249,7 @@ class Tokenizer:
                 **{**self._special, **template_kwargs},
             )
         except _TEMPLATE_ERRORS as error:
-            raise ValueError(f"the chat template of {self.path} refuses the conversation: {error}") from error
+            raise ValueError(f"the chat template {self._place(name)} refuses the conversation: {error}") from error
 
     def chat_ids(
         self,
@@ -263,8 +268,13 @@ class Tokenizer:
             return self._environment.from_string(source, globals=dict(self._globals))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
-                f"chat template {name!r} of {self.path}, line {error.lineno}, is not Jinja: {error.message}"
+                f"the chat template {self._place(name)}, line {error.lineno}, is not Jinja: {error.message}"
             ) from error
+
+    def _place(self, name: str) -> str:
+        if self._override:
+            return str(self._override)
+        return f"{name!r} of {self.path}" if len(self.chat_templates) > 1 else f"of {self.path}"
 
     # ---- files ----
 
@@ -287,10 +297,10 @@ class Tokenizer:
             own = source != self.generation_config  # that may be the base model's
             target = folder / (source.relative_to(self.path) if own else source.name)
             target.parent.mkdir(parents=True, exist_ok=True)
-            if not (self._overridden and source.suffix == ".jinja"):
+            if not (self._override and source.suffix == ".jinja"):
                 shutil.copyfile(source, target)
                 written.append(target)
-        if self._overridden:
+        if self._override:
             target = folder / "chat_template.jinja"
             target.write_bytes(self.chat_templates["default"].encode())
             written.append(target)
