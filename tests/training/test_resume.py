@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from multiprocessing import forkserver
@@ -17,6 +18,7 @@ from runs import assert_same_outcome, make_config, outcome, write_inputs
 
 from gapless.training.callbacks import Callback
 from gapless.training.checkpoint import list_checkpoints
+from gapless.training.signals import StopSignals
 from gapless.training.trainer import Trainer
 
 KILLS, KILLS_PER_RUN = 15, 3
@@ -117,7 +119,7 @@ class Signal(Callback):
                 signal.raise_signal(number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_saves(inputs, tmp_path, capsys, number):
     Trainer(make_config(inputs, tmp_path / "straight")).train()
     config = make_config(inputs, tmp_path / "stopped", save_steps=None)
@@ -155,6 +157,31 @@ def test_a_signal_in_the_middle_of_a_print_is_no_trouble(inputs, tmp_path, monke
     monkeypatch.setattr(sys, "stdout", stream)
     result = Trainer(make_config(inputs, tmp_path, save_steps=None)).train()
     assert (result.finished, result.result_dir) == (False, None)
+
+
+def test_after_the_terminal_closed_output_goes_nowhere():
+    script = """
+import os, signal
+from gapless.training.signals import StopSignals
+outer, terminal = os.openpty()
+os.dup2(terminal, 1); os.dup2(terminal, 2); os.close(terminal)
+with StopSignals() as signals:
+    os.close(outer)
+    signal.raise_signal(signal.SIGHUP)
+    print("finishing", flush=True)
+os._exit(129 if signals.received == "SIGHUP" else 1)
+"""
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 129
+
+
+def test_nohup_stays_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+        assert signals.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_ctrl_c_aborts(inputs, tmp_path):

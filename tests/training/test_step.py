@@ -137,7 +137,7 @@ def test_a_custom_loss_sees_trained_tokens_and_gives_the_same_gradients():
 
     def loss_fn(logits, labels):
         shapes.append((tuple(logits.shape), logits.dtype, int((labels < 0).sum())))
-        return functional.cross_entropy(logits, labels.long(), reduction="sum")
+        return functional.cross_entropy(logits, labels, reduction="sum")
 
     loss = accumulate(model, step, loss_fn).item()
     assert loss == pytest.approx(expected_loss, rel=1e-6)
@@ -151,6 +151,13 @@ def test_a_custom_loss_that_is_no_sum_is_refused(value):
     model, _ = make_model("lora")
     with pytest.raises(ValueError, match="loss_fn must return the sum .* not"):
         batch_loss(model, cut(eight_rows(), 8).micro_batches[0], lambda logits, labels: value)
+
+
+def test_a_custom_loss_without_a_gradient_is_refused():
+    model, _ = make_model("lora")
+    batch = cut(eight_rows(), 8).micro_batches[0]
+    with pytest.raises(ValueError, match="loss_fn returned a loss without a gradient"):
+        batch_loss(model, batch, lambda logits, labels: logits.detach().sum())
 
 
 def test_packed_equals_separate_for_lora_gradients():

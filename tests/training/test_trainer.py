@@ -20,7 +20,7 @@ from gapless.config_file import load_config
 from gapless.data.tokenizer import Tokenizer
 from gapless.inference.generate import generate
 from gapless.inference.load import load_model
-from gapless.models.weights import load_weights
+from gapless.models.weights import hf_views, load_weights, save_weights
 from gapless.training import samples
 from gapless.training.callbacks import Callback
 from gapless.training.checkpoint import CheckpointError, list_checkpoints, open_newest
@@ -37,7 +37,7 @@ def inputs(tmp_path_factory):
 
 
 def cross_entropy(logits, labels):
-    return functional.cross_entropy(logits, labels.long(), reduction="sum")
+    return functional.cross_entropy(logits, labels, reduction="sum")
 
 
 class Poison:
@@ -197,6 +197,21 @@ def test_a_custom_loss_and_a_callback(inputs, tmp_path):
         assert line == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"callbacks": Record()}, r"callbacks must be a list, not Record; write callbacks=\[...\]"),
+        ({"callbacks": [Record]}, "Record'> is no callback; it must be an object of a class derived from"),
+        ({"callbacks": [object()]}, "is no callback"),
+        ({"loss_fn": 1.0}, "loss_fn must be a function, not float"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(inputs, tmp_path, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        Trainer(make_config(inputs, tmp_path / "run"), **arguments)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_callback_stops_the_run(inputs, tmp_path):
     record = Record(stop_at=3)
     config = make_config(inputs, tmp_path, save_steps=None, eval=(str(inputs / "eval.jsonl"),))
@@ -248,8 +263,8 @@ def test_a_non_finite_loss_stops_the_run_and_touches_nothing(inputs, tmp_path, v
     message = str(error.value)
     assert "\n" not in message
     assert "step 4: the loss is " in message
+    assert "a lower optim.learning_rate usually helps, or a look at the rows of the step: train.jsonl:" in message
     assert f"the last good checkpoint is {tmp_path / 'checkpoints' / 'step-000003'}" in message
-    assert "train.jsonl:" in message
     assert loss_fn.calls == 2 * 5  # step 5 had begun, and changed nothing
     saved = dict(open_newest(tmp_path / "checkpoints").tensors())
     now = dict(trainer.optimizer.tensors())
@@ -275,8 +290,21 @@ def test_an_evaluation_that_is_not_finite_stops_the_run(inputs, tmp_path):
         return loss * float("nan") if len(trained) == 4 and not torch.is_grad_enabled() else loss
 
     config = make_config(inputs, tmp_path, eval=(str(inputs / "eval.jsonl"),), eval_steps=2, save_steps=1)
-    with pytest.raises(NonFiniteLossError, match="step 2: the evaluation loss is nan.*data.eval.*step-000001"):
+    with pytest.raises(
+        NonFiniteLossError,
+        match="step 2: the evaluation loss is nan.*look at loss_fn.*the evaluation rows.*step-000001",
+    ):
         Trainer(config, loss_fn=loss_fn).train()
+
+
+def test_a_model_that_is_not_finite_is_named_before_the_first_step(inputs, tmp_path):
+    Tokenizer.from_folder(inputs / "model").save(write_tiny_model(tmp_path / "model", vocab_size=384))
+    model = load_weights(tmp_path / "model")
+    model.norm.weight.data[0] = float("nan")
+    save_weights(tmp_path / "model", ((view.name, view.read(view.parameter)) for view in hf_views(model)))
+    config = make_config(inputs, tmp_path / "run", path=str(tmp_path / "model"), eval=(str(inputs / "eval.jsonl"),))
+    with pytest.raises(NonFiniteLossError, match="step 0: .* before the first training step; look at the model's wei"):
+        train(config)
 
 
 class Flag(Callback):

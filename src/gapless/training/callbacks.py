@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -30,11 +31,11 @@ class TrainResult:
     result_dir: Path | None
     """The adapter or the model; None if a signal stopped the run."""
     stopped_by: str | None
-    """Name of the signal that stopped the run: SIGINT (Ctrl-C) or SIGTERM."""
+    """Name of the signal that stopped the run: SIGINT (Ctrl-C), SIGTERM or SIGHUP (closed terminal)."""
 
     @property
     def exit_code(self) -> int:
-        """0, or that of a process which the signal ended, as shells count: 130 for Ctrl-C, 143 for SIGTERM."""
+        """0, or as shells count a process that a signal ended: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
         return 128 + signal.Signals[self.stopped_by] if self.stopped_by else 0
 
 
@@ -73,3 +74,21 @@ class Callback:
 
     def on_train_end(self, trainer: Run, result: TrainResult) -> None:
         """The run is over and its result written; not called when a signal stopped it."""
+
+
+def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
+    """The callbacks of a list.
+
+    Raises:
+        ValueError: not a list of `Callback` objects.
+    """
+    if not isinstance(callbacks, Iterable):
+        raise ValueError(f"callbacks must be a list, not {type(callbacks).__name__}; write callbacks=[...]")
+    checked = tuple(callbacks)
+    for callback in checked:
+        if not isinstance(callback, Callback):
+            raise ValueError(
+                f"{callback!r} is no callback; it must be an object of a class derived from "
+                "gapless.training.callbacks.Callback"
+            )
+    return checked

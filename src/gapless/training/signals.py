@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: the running step is finished and saved."""
+"""Ctrl-C, SIGTERM and a closed terminal as a request: the running step is finished and saved."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import sys
 import threading
 from types import FrameType, TracebackType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
     """While entered, the first signal is only noted; a second Ctrl-C interrupts as usual.
+
+    Under nohup SIGHUP stays ignored. After SIGHUP what would go to the closed terminal goes nowhere.
 
     Handlers belong to the main thread: in another one nothing is changed.
     """
@@ -22,10 +24,13 @@ class StopSignals:
         self.received: str | None = None
         """Name of the signal, once there was one."""
         self._previous: dict[signal.Signals, object] = {}
+        self._terminals: list[int] = []
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            self._terminals = [number for number in (1, 2) if os.isatty(number)]
+            noted = [number for number in _SIGNALS if not _is_nohup(number)]
+            self._previous = {number: signal.signal(number, self._note) for number in noted}
         return self
 
     def __exit__(
@@ -38,7 +43,14 @@ class StopSignals:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
+        if number == signal.SIGHUP:
+            for terminal in self._terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
         # Not print: the signal may have come in the middle of one, and streams cannot be entered twice.
         with contextlib.suppress(OSError, ValueError):
             text = f"\n{self.received}: finishing this step, then saving; press Ctrl-C again to abort\n"
             os.write(sys.stderr.fileno(), text.encode())
+
+
+def _is_nohup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

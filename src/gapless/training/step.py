@@ -19,7 +19,7 @@ from gapless.models.decoder import Decoder
 from gapless.training.optim import AdamW
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(logits float32 [M, V], labels int32 [M]) of M trained tokens -> the SUM of their losses, 0-d."""
+"""(logits float32 [M, V], labels int64 [M]) of M trained tokens -> the SUM of their losses, 0-d."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def batch_loss(model: Decoder, batch: PackedBatch, loss_fn: LossFunction | None 
     """The sum of a micro-batch's token losses, 0-d; None if it has no trained token.
 
     Raises:
-        ValueError: the user's loss is not one number.
+        ValueError: the user's loss is not one number, or has no gradient where one is needed.
     """
     if batch.num_trained == 0:
         return None
@@ -100,10 +100,15 @@ def batch_loss(model: Decoder, batch: PackedBatch, loss_fn: LossFunction | None 
         return model.loss(batch)
     hidden, labels = model.trained_hidden(batch)
     # The rows beyond are the bucket's padding: a user's loss sees trained tokens only.
-    loss = loss_fn(model.logits(hidden[: batch.num_trained]), labels[: batch.num_trained])
+    loss = loss_fn(model.logits(hidden[: batch.num_trained]), labels[: batch.num_trained].long())
     if not isinstance(loss, Tensor) or loss.shape != ():
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn must return the sum of the token losses as a 0-d tensor, not {found}")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise ValueError(
+            "loss_fn returned a loss without a gradient; compute it from the logits with torch, without detach, item "
+            "or no_grad"
+        )
     return loss
 
 

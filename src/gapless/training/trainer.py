@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import takewhile
@@ -25,7 +25,7 @@ from gapless.data.store import TokenStore
 from gapless.data.tokenizer import Tokenizer
 from gapless.inference.load import pick_device
 from gapless.training import run_folder, setup
-from gapless.training.callbacks import Callback, TrainResult
+from gapless.training.callbacks import Callback, TrainResult, check_callbacks
 from gapless.training.checkpoint import (
     Checkpoint,
     Fault,
@@ -93,24 +93,27 @@ class Trainer:
         self,
         config: RunConfig,
         loss_fn: LossFunction | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Iterable[Callback] = (),
     ) -> None:
         """Check the configuration; nothing is loaded yet.
 
         Args:
             config: the run.
-            loss_fn: (logits float32 [M, V], labels [M]) -> the SUM of the M token losses, in place of cross-entropy.
+            loss_fn: (logits float32 [M, V], labels int64 [M]) -> the SUM of the M token losses, in place of
+                cross-entropy.
             callbacks: see `Callback`.
 
         Raises:
-            ValueError: settings are out of range or contradict each other.
+            ValueError: settings are out of range or contradict each other, or an argument is not what it must be.
         """
         check_config(config)
         self.config = config
         self.step = 0
         self._loss_fn = loss_fn
         self._settings = run_folder.settings(config, own_loss=loss_fn is not None)
-        self._callbacks = tuple(callbacks)
+        self._callbacks = check_callbacks(callbacks)
+        if loss_fn is not None and not callable(loss_fn):
+            raise ValueError(f"loss_fn must be a function, not {type(loss_fn).__name__}")
 
     def stop(self) -> None:
         """End the run after the current step, as if it were the last: save, evaluate, write the result."""
@@ -280,7 +283,16 @@ class Trainer:
         more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
         return (
             f"step {pending.step}: the loss is {loss} and the gradient norm {grad_norm}; the weights are those before "
-            f"the step, {self._last_checkpoint()}; rows of the step: {', '.join(rows[:8])}{more}"
+            f"the step, {self._last_checkpoint()}; a lower optim.learning_rate usually helps, or a look at the rows of "
+            f"the step: {', '.join(rows[:8])}{more}"
+        )
+
+    def _non_finite_evaluation_text(self, loss: float) -> str:
+        so_far = "though every training step so far was finite" if self.step else "before the first training step"
+        suspects = ["loss_fn, which computed it"] if self._loss_fn else [] if self.step else ["the model's weights"]
+        return (
+            f"step {self.step}: the evaluation loss is {loss}, {so_far}; look at "
+            f"{' and at '.join([*suspects, 'what is special in the evaluation rows'])}; {self._last_checkpoint()}"
         )
 
     def _last_checkpoint(self) -> str:
@@ -303,10 +315,7 @@ class Trainer:
                 return  # cut short
             self._display.message(f"step {self.step}/{self.total_steps}  eval loss {loss:.4f}")
             if not math.isfinite(loss):
-                raise NonFiniteLossError(
-                    f"step {self.step}: the evaluation loss is {loss}, though every training step so far was finite; "
-                    f"look for what is special in data.eval; {self._last_checkpoint()}"
-                )
+                raise NonFiniteLossError(self._non_finite_evaluation_text(loss))
             self._totals.eval_loss = loss
             line: Metrics = {"step": self.step, "eval_loss": loss}
             self._log.write(line)
