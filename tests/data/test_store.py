@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -67,10 +68,42 @@ def test_documents_are_those_of_the_tokenizer(tokenizer):
 
 def test_nothing_to_train_on_is_refused_with_counts(tokenizer):
     message = (
-        r"none of the 4 rows has anything to train on \(1 nothing .*; 1 empty; 2 longer than max_length\); .*is 100"
+        r"none of the 4 rows of the list has anything to train on \(1 nothing .*; 1 empty; 2 longer than "
+        r'max_length\); .*is 100; raise data.max_length, or set data.long_rows = "truncate"$'
     )
     with pytest.raises(ValueError, match=message):
         tokenize(ROWS[1:], tokenizer, config())
+    with pytest.raises(ValueError, match=r"\(1 cut before its first .* is 100; raise data.max_length$"):
+        tokenize(ROWS[4:], tokenizer, config(long_rows="truncate"))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_nothing_to_train_on_names_the_files(tokenizer, tmp_path, count):
+    paths = [tmp_path / f"{index}.jsonl" for index in range(count)]
+    for path in paths:
+        path.write_text(json.dumps(ROWS[1]) + "\n")
+    named = ", ".join(map(str, paths[:3])) + (" and 2 more files" if count == 5 else "")
+    with pytest.raises(ValueError, match=f"of {re.escape(named)} has anything .* max_length is 100$"):
+        tokenize(paths, tokenizer, config())
+
+
+def test_progress_counts_rows(tokenizer, tmp_path):
+    rows, calls = [{"text": "x"}] * 600, []
+    for cache_dir in (None, tmp_path, tmp_path):  # the last one is reused
+        tokenize(rows, tokenizer, config(), cache_dir=cache_dir, progress=lambda *counts: calls.append(counts))
+    assert calls == [(256, 600), (512, 600), (600, 600)] * 2
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o007])
+def test_a_spool_follows_the_umask(tokenizer, tmp_path, mask):
+    former = os.umask(mask)
+    try:
+        tokenize(ROWS, tokenizer, config(), cache_dir=tmp_path)
+    finally:
+        os.umask(former)
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~mask}
 
 
 def test_the_report_says_what_is_trained_without_the_template(tokenizer, tmp_path):

@@ -36,6 +36,10 @@ class Rows(Protocol):
         """The place of a row for messages, for instance train.jsonl:12."""
         ...
 
+    def origin(self) -> str:
+        """Where the rows come from, for messages: the files' paths."""
+        ...
+
     def identity(self) -> list[Any]:
         """JSON-able; equal when the rows are known to be the same."""
         ...
@@ -97,6 +101,9 @@ class _InMemory:
     def where(self, index: int) -> str:
         return f"row {index}"
 
+    def origin(self) -> str:
+        return "the list"
+
     def identity(self) -> list[Any]:
         digest = hashlib.sha256()
         for index in range(len(self._rows)):
@@ -126,6 +133,10 @@ class _Concatenated:
     def where(self, index: int) -> str:
         part, within = self._find(index)
         return part.where(within)
+
+    def origin(self) -> str:
+        shown = ", ".join(part.origin() for part in self._parts[:3])
+        return shown if len(self._parts) <= 3 else f"{shown} and {len(self._parts) - 3} more files"
 
     def identity(self) -> list[Any]:
         return [part.identity() for part in self._parts]
@@ -171,6 +182,9 @@ class _File:
         """Line ends before each chunk."""
         counts = [self._map[start : start + _CHUNK].count(b"\n") for start in range(0, len(self._map), _CHUNK)]
         return [0, *accumulate(counts)]
+
+    def origin(self) -> str:
+        return str(self.path)
 
     def identity(self) -> list[Any]:
         return self._identity
@@ -359,6 +373,9 @@ class _Parquet:
 
     def where(self, index: int) -> str:
         return f"{self.path.name}:row {index}"
+
+    def origin(self) -> str:
+        return str(self.path)
 
     def identity(self) -> list[Any]:
         return self._identity

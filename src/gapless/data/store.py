@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import socket
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -33,6 +33,9 @@ FORMAT_VERSION = 2
 _TEMPORARY = "writing-"
 _BATCH_ROWS = 256
 _HASH_CHUNK = 1 << 22
+
+Progress = Callable[[int, int], None]
+"""Told the rows done and the rows in all."""
 
 TOO_LONG = "longer than max_length"
 CUT = "cut before its first trained token"
@@ -149,6 +152,7 @@ def tokenize(
     config: DataConfig,
     *,
     cache_dir: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> TokenStore:
     """Tokenise rows, or reuse the spool of an earlier run.
 
@@ -157,6 +161,8 @@ def tokenize(
         tokenizer: of the model.
         config: format, columns, max_length, long_rows and train_on are read.
         cache_dir: folder for spools; None keeps the tokens in memory.
+        progress: called with the rows done and the rows in all after each few hundred rows; never for a spool that is
+            reused.
 
     Raises:
         ValueError: a row cannot be read (its place is named), or no row has anything to train on (with counts).
@@ -164,14 +170,14 @@ def tokenize(
     rows = source if isinstance(source, Rows) else open_rows(source)
     if cache_dir is None:
         sink = _MemorySink()
-        report = _fill(sink, rows, tokenizer, config)
+        report = _fill(sink, rows, tokenizer, config, progress)
         return TokenStore(sink.tokens(), sink.index(), rows, report, sink.digest())
     cache_dir = Path(cache_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
     folder = cache_dir / f"tokens-{_fingerprint(rows, tokenizer, config)[:20]}"
     store = _open_spool(folder, rows)
     if store is None:
-        _write_spool(folder, rows, tokenizer, config)
+        _write_spool(folder, rows, tokenizer, config, progress)
         store = _open_spool(folder, rows)
         if store is None:
             raise ValueError(f"the spool {folder} was damaged while it was written; is the disk sound?")
@@ -185,11 +191,13 @@ class _Sink(Protocol):
     def add(self, document: Document, row: int) -> None: ...
 
 
-def _fill(sink: _Sink, rows: Rows, tokenizer: Tokenizer, config: DataConfig) -> TokenReport:
+def _fill(sink: _Sink, rows: Rows, tokenizer: Tokenizer, config: DataConfig, progress: Progress | None) -> TokenReport:
     encoder = RowEncoder(tokenizer, format=config.format, columns=config.columns, train_on=config.train_on)
     report = TokenReport(max_length=config.max_length)
     for row, document in enumerate(_documents(rows, encoder)):
         report.rows += 1
+        if progress and (report.rows % _BATCH_ROWS == 0 or report.rows == len(rows)):
+            progress(report.rows, len(rows))
         report.longest = max(report.longest, len(document.tokens))
         kept, reason = _fit(document, config.max_length, config.long_rows)
         if kept is None:
@@ -206,10 +214,16 @@ def _fill(sink: _Sink, rows: Rows, tokenizer: Tokenizer, config: DataConfig) -> 
     if not report.kept:
         counts = "; ".join(f"{count:,} {reason}" for reason, count in report.dropped.items())
         raise ValueError(
-            f"none of the {report.rows:,} rows has anything to train on ({counts}); the longest has {report.longest:,} "
-            f"tokens, max_length is {config.max_length:,}"
+            f"none of the {report.rows:,} rows of {rows.origin()} has anything to train on ({counts}); the longest has "
+            f"{report.longest:,} tokens, max_length is {config.max_length:,}{_remedy(report)}"
         )
     return report
+
+
+def _remedy(report: TokenReport) -> str:
+    if TOO_LONG in report.dropped:
+        return '; raise data.max_length, or set data.long_rows = "truncate"'
+    return "; raise data.max_length" if CUT in report.dropped else ""
 
 
 def _documents(rows: Rows, encoder: RowEncoder) -> Iterator[Document]:
@@ -324,14 +338,16 @@ def _fingerprint(rows: Rows, tokenizer: Tokenizer, config: DataConfig) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _write_spool(folder: Path, rows: Rows, tokenizer: Tokenizer, config: DataConfig) -> None:
+def _write_spool(folder: Path, rows: Rows, tokenizer: Tokenizer, config: DataConfig, progress: Progress | None) -> None:
     _remove_abandoned(folder.parent)
-    prefix = f"{_TEMPORARY}{socket.gethostname()}-{os.getpid()}-"
-    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    name = f"{_TEMPORARY}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    # Not by mkdtemp, which closes the folder to everyone else: a cache may be shared.
+    temporary = folder.parent / name
+    temporary.mkdir()
     try:
         with (temporary / "tokens.bin").open("wb") as file:
             sink = _DiskSink(file)
-            report = _fill(sink, rows, tokenizer, config)
+            report = _fill(sink, rows, tokenizer, config, progress)
             file.flush()
             os.fsync(file.fileno())
         np.save(temporary / "index.npy", sink.index().table())
