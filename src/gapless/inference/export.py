@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 
 from gapless.adapters.merge import merged_tensors
-from gapless.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, file_views, load_adapter
-from gapless.inference.load import ModelSource, find_model, load_source
+from gapless.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, file_views, load_adapter, save_adapter
+from gapless.inference.load import DTYPES, ModelSource, find_model, load_source
 from gapless.models.decoder import Decoder
 from gapless.models.families import decoder_config
 from gapless.models.weights import hf_views, read_json, save_weights, write_config
@@ -55,10 +55,12 @@ def export(
     """Writes a model for other tools, checks what was written, and prints how to load it.
 
     Args:
-        source: a run folder, a PEFT adapter folder (its config names the base), or a Hugging Face model folder.
+        source: a run folder, a checkpoint in one, a PEFT adapter folder (its config names the base), or a Hugging Face
+            model folder.
         out: folder to write; it must not exist or be empty.
         kind: merged: a whole Hugging Face folder, in the dtype of the base's weights, with tokenizer, chat template
-            and generation config as they were; adapter: a PEFT folder, its files as they were.
+            and generation config as they were; adapter: a PEFT folder, its files as they were (of a checkpoint: as
+            training would write them).
         max_shard_bytes: most bytes of weights in a file (merged).
 
     Raises:
@@ -69,7 +71,7 @@ def export(
     found, out = find_model(source), Path(out)
     if kind not in ("merged", "adapter"):
         raise ValueError(f"kind must be merged or adapter, not {kind}")
-    if kind == "adapter" and found.adapter is None:
+    if kind == "adapter" and found.adapter is None and found.lora is None:
         raise ValueError(f"{source} has no adapter; export it as merged")
     with _folder_in_making(out) as folder:
         if kind == "adapter":
@@ -102,12 +104,12 @@ def _folder_in_making(out: Path) -> Generator[Path]:
 
 
 def _write_merged(source: ModelSource, folder: Path, out: Path, max_shard_bytes: int) -> Exported:
-    dtype = _stored_dtype(source.model)
+    dtype = _merged_dtype(source)
     model = load_source(source, dtype=dtype)
     save_weights(folder, merged_tensors(model), max_shard_bytes=max_shard_bytes)
     write_config(source.model / "config.json", folder / "config.json", dtype)
     source.tokenizer().save(folder)
-    base = source.model if source.adapter is not None else source.trained_from
+    base = source.model if source.adapter or source.checkpoint else source.trained_from
     if base is not None and not (base / "config.json").is_file():
         base = None
     tensors, changed = _check_merged(model, folder, base)
@@ -168,6 +170,12 @@ def _stored(folder: Path) -> Generator[Mapping[str, Any]]:
         yield files
 
 
+def _merged_dtype(source: ModelSource) -> torch.dtype:
+    if source.run is not None and source.lora is None:
+        return DTYPES[source.run.model.dtype]  # full fine-tuning: what its result would have
+    return _stored_dtype(source.model)
+
+
 def _stored_dtype(folder: Path) -> torch.dtype:
     """The dtype of the embedding on disk, which the merged weights get."""
     with _stored(folder) as files:
@@ -184,15 +192,17 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 
 def _write_adapter(source: ModelSource, folder: Path, out: Path) -> Exported:
-    assert source.adapter is not None
+    adapter = source.adapter or folder
+    if source.adapter is None:
+        _write_checkpoint_adapter(source, folder)
     # Checks every name and shape against the base's architecture, without its weights.
     model = Decoder(decoder_config(read_json(source.model / "config.json")), device="meta")
-    config = load_adapter(model, source.adapter)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        shutil.copyfile(source.adapter / name, folder / name)
-        if not filecmp.cmp(source.adapter / name, folder / name, shallow=False):
+    config = load_adapter(model, adapter)
+    for name in (CONFIG_FILE, WEIGHTS_FILE) if adapter != folder else ():
+        shutil.copyfile(adapter / name, folder / name)
+        if not filecmp.cmp(adapter / name, folder / name, shallow=False):
             raise ValueError(f"{name} did not read back as it was written; check the disk")
-    if source.chat_template is not None or (source.adapter / "tokenizer.json").is_file():
+    if source.chat_template is not None or (adapter / "tokenizer.json").is_file():
         # Prompts must be rendered as in training, which the base's own template would not do.
         source.tokenizer().save(folder)
     commands = [_python(f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({str(out)!r})")]
@@ -201,6 +211,16 @@ def _write_adapter(source: ModelSource, folder: Path, out: Path) -> Exported:
         lora = f"--enable-lora --max-lora-rank {rank} --lora-modules {shlex.quote(f'{out.name}={out}')}"
         commands.insert(0, f"vllm serve {shlex.quote(str(source.model.absolute()))} {lora}")
     return Exported(out, len(list(file_views(model))), None, tuple(commands))
+
+
+def _write_checkpoint_adapter(source: ModelSource, folder: Path) -> None:
+    assert source.run is not None
+    model = load_source(source, dtype=DTYPES[source.run.model.dtype])
+    save_adapter(model, source.run.adapter, folder, source.model.absolute())
+    with _stored(folder) as written:
+        for view in file_views(model):
+            if not _same(written[view.name].get_tensor(view.name), view.read(view.parameter)):
+                raise ValueError(f"{view.name} did not read back as it was written; check the disk")
 
 
 def _python(script: str) -> str:
