@@ -140,7 +140,8 @@ def test_all_problems_at_once(tmp_path):
 
 REFUSED = [
     ("[optim]\nlearning_rate = 0", "optim.learning_rate: must be greater than 0, not 0.0"),
-    ("[optim]\nlearning_rate = nan", "optim.learning_rate: must be a finite number, not NaN"),
+    ("[optim]\nlearning_rate = nan", "optim.learning_rate: must be a finite number greater than 0, not nan"),
+    ("[optim]\nlearning_rate = inf", "optim.learning_rate: must be a finite number greater than 0, not inf"),
     ('[optim]\nlearning_rate = "1e-4"', 'optim.learning_rate: must be a finite number, not the string "1e-4"'),
     ("[optim]\nlearning_rate = true", "optim.learning_rate: must be a finite number, not true"),
     ("[optim]\nadam_beta2 = 1.0", "optim.adam_beta2: must be at least 0 and below 1, not 1.0"),
@@ -291,6 +292,78 @@ def test_check_config_refuses_what_a_file_could_not_hold(tmp_path):
         check_config(config)
 
 
+def test_a_config_written_in_python_may_hold_lists_and_paths(tmp_path):
+    config = RunConfig(
+        model=ModelConfig(path=tmp_path / "m"),
+        data=DataConfig(train=[tmp_path / "a.jsonl"]),
+        adapter=AdapterConfig(target_modules=["q_proj"], lora_alpha=16),
+        training=TrainingConfig(output_dir=tmp_path / "out"),
+        logging=LoggingConfig(report_to=[]),
+    )
+    plain = dataclasses.replace(
+        minimal(tmp_path),
+        adapter=AdapterConfig(target_modules=("q_proj",), lora_alpha=16.0),
+        logging=LoggingConfig(report_to=()),
+    )
+    assert check_config(config) == plain
+    assert check_config(plain) == plain
+    assert check_config(dataclasses.replace(config, data=DataConfig(train=tmp_path / "a.jsonl"))) == plain
+
+
+def test_wrong_types_in_python_are_refused_by_name(tmp_path):
+    config = dataclasses.replace(
+        minimal(tmp_path),
+        model=ModelConfig(path="m", dtype="bfloat16"),
+        optim=OptimConfig(learning_rate="1e-4", warmup_steps=1.5),
+        logging={"report_to": ()},
+    )
+    with pytest.raises(ValueError, match="model") as error:
+        check_config(config)
+    assert str(error.value).splitlines() == [
+        'model.dtype: must be one of "bf16", "fp32", not the string "bfloat16"',
+        'optim.learning_rate: must be a finite number, not the string "1e-4"',
+        "optim.warmup_steps: must be an integer, not 1.5",
+        "logging: must be a LoggingConfig, not dict",
+    ]
+
+
+def test_rows_of_a_script_stand_in_for_files(tmp_path):
+    config = dataclasses.replace(minimal(tmp_path), data=DataConfig(train=()))
+    with pytest.raises(ValueError, match=r"^data.train: is missing; name at least one file of training rows$"):
+        check_config(config)
+    assert check_config(config, train_rows=True) == config
+    evaluated = dataclasses.replace(config.training, per_device_eval_batch_size=2, eval_steps=3)
+    with pytest.raises(ValueError, match="per_device_eval_batch_size: has no effect"):
+        check_config(dataclasses.replace(config, training=evaluated), train_rows=True)
+    evaluated = dataclasses.replace(config, training=evaluated)
+    assert check_config(evaluated, train_rows=True, eval_rows=True) == evaluated
+    # The resolved file of such a run tells what it was, and names no rows to train on.
+    resolved = write(tmp_path, dump_config(evaluated))
+    assert load_config(resolved) == config
+    assert load_config(resolved, ["--data.train", str(tmp_path / "a.jsonl")]) == minimal(tmp_path)
+    with pytest.raises(ValueError, match=r"data.train: contradicts train_rows"):
+        check_config(minimal(tmp_path), train_rows=True)
+
+
+def test_the_model_folder_is_no_run_folder(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "m")
+    for name in ("m", "link", "a/../m"):
+        with pytest.raises(ValueError, match="training.output_dir: is the model's folder"):
+            load_config(write(tmp_path, MINIMAL.replace('"out"', f'"{name}"')))
+
+
+def test_none_where_there_is_none_anyway(tmp_path):
+    text = f'{MINIMAL}eval_steps = "none"\nper_device_eval_batch_size = "none"\n'
+    assert load_config(write(tmp_path, text)) == minimal(tmp_path)
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("no", "fp32"), ("false", "fp32"), ("on", "bf16"), ("True", "bf16")])
+def test_bf16_as_yaml_spells_truth(tmp_path, word, dtype):
+    text = f"{{model: m, data: a.jsonl, output_dir: out, bf16: {word}}}"
+    assert load_config(write(tmp_path, text, "run.yaml")).model.dtype == dtype
+
+
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 PATH = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\0"), min_size=1, max_size=8).map(
     lambda name: os.path.abspath(f"/folder/x{name}")
@@ -337,6 +410,8 @@ def configs(draw: st.DrawFn) -> RunConfig:
     reset(drawn["optim.warmup_steps"] > 0, "optim.warmup_ratio")
     reset(drawn["optim.lr_scheduler_type"] != "wsd", "optim.decay_ratio")
     reset(drawn["optim.lr_scheduler_type"] == "constant", "optim.min_lr_ratio")
+    if drawn["training.output_dir"] == drawn["model.path"]:
+        drawn["training.output_dir"] += "-run"
     reset(not drawn["data.packing"], "data.packing_window", "data.max_documents")
     reset(not drawn["logging.sample_prompts"], "logging.sample_tokens")
     reset(not drawn["data.eval"], "training.per_device_eval_batch_size")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 import sys
 import tomllib
@@ -75,8 +76,9 @@ ALIASES: dict[str, str] = {
 }
 """Names of other tools."""
 _SECTION_AS_KEY = {"model": "model.path", "data": "data.train", "adapter": "adapter.type"}
+_DTYPES = {True: "bf16", False: "fp32"}
 _ALIAS_VALUES: dict[str, Callable[[Any], Any]] = {
-    "bf16": lambda value: {True: "bf16", False: "fp32"}[value] if isinstance(value, bool) else value,
+    "bf16": lambda value: _DTYPES[_TRUTH[str(value).lower()]] if str(value).lower() in _TRUTH else value,
     "torch_dtype": lambda value: {"bfloat16": "bf16", "float32": "fp32"}.get(str(value), value),
 }
 
@@ -159,7 +161,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         options = _spelled_as_options(overrides)
         config = _absolute(parse_options(RunConfig, options, prog="gapless train RUN.toml", default=config), Path())
         given |= {_option_name(token) for token in options if token.startswith("--")}
-    problems = [f"{path}: {home}: {text}" for home, text in _problems(config, given) if home not in reading.failed]
+    # A list written as empty is that of a script's run, whose rows were in memory; a run from this file is refused.
+    rows = reading.values.get("data.train") == ()
+    found = _problems(config, given, train_rows=rows and not config.data.train)
+    problems = [f"{path}: {home}: {text}" for home, text in found if home not in reading.failed]
     if reading.problems or problems:
         raise ValueError("\n".join(reading.problems + problems))
     if config.training.max_steps is not None and {"training.max_steps", _EPOCHS} <= given:
@@ -171,15 +176,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def check_config(config: RunConfig) -> None:
-    """Refuses a configuration whose values are missing, out of range or contradict each other.
+def check_config(config: RunConfig, *, train_rows: bool = False, eval_rows: bool = False) -> RunConfig:
+    """The configuration with each value of its field's type; one written in Python may hold lists and pathlib paths.
+
+    Args:
+        config: the configuration.
+        train_rows: whether a script brings rows in place of data.train, which is then empty.
+        eval_rows: the same of data.eval.
 
     Raises:
-        ValueError: one line for each problem.
+        ValueError: values are of the wrong type, missing, out of range or contradict each other; one line for each.
     """
-    problems = [f"{home}: {text}" for home, text in _problems(config, set())]
+    config, problems = _typed(config)
+    if not problems:
+        found = _problems(config, set(), train_rows=train_rows, eval_rows=eval_rows)
+        problems = [f"{home}: {text}" for home, text in found]
     if problems:
         raise ValueError("\n".join(problems))
+    return config
 
 
 def dump_config(config: RunConfig) -> str:
@@ -322,8 +336,8 @@ def _convert(value: Any, hint: Any, *, words: bool) -> Any:
     if kind is bool and words and isinstance(value, str) and value.lower() in _TRUTH:
         return _TRUTH[value.lower()]
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is float and number and abs(value) <= sys.float_info.max:
-        return float(value)
+    if kind is float and number and (isinstance(value, float) or abs(value) <= sys.float_info.max):
+        return float(value)  # whether it is finite and in its range is checked with all others
     if kind is int and number and isinstance(value, int):
         return value
     if kind in (str, bool) and isinstance(value, kind):
@@ -369,21 +383,37 @@ def _name(value: Any) -> str:
 # ---- checking ----
 
 
-def _problems(config: RunConfig, given: set[str]) -> Iterator[tuple[str, str]]:
-    """Keys and what is wrong with their values; `given`: those that were written down, even with their default."""
+def _problems(
+    config: RunConfig, given: set[str], *, train_rows: bool = False, eval_rows: bool = False
+) -> Iterator[tuple[str, str]]:
+    """Keys and what is wrong with their values.
+
+    Args:
+        config: the configuration.
+        given: keys that were written down, even with their default.
+        train_rows: whether a script brings the rows to train on.
+        eval_rows: whether it brings those to evaluate on.
+    """
     values = dict(_items(config))
+    for home, rows in (("data.train", train_rows), ("data.eval", eval_rows)):
+        if rows and values[home]:
+            yield home, f"contradicts {home.partition('.')[2]}_rows; give one of them"
     for home, value in values.items():
-        if DEFAULTS[home] is dataclasses.MISSING and not value:
+        if DEFAULTS[home] is dataclasses.MISSING and not value and not (home == "data.train" and train_rows):
             yield home, f"is missing; {_REQUIRED[home]}"
         elif home in PATHS and value is not None and "" in ([value] if isinstance(value, str) else value):
             yield home, "is an empty path"
         if home in RANGES and value is not None and value not in RANGES[home]:
-            yield home, f"must be {RANGES[home]}, not {value}"
-    for home, reason in _unused(config):
-        if home in given or values[home] != DEFAULTS[home]:
+            yield home, f"must be {'' if math.isfinite(value) else 'a finite number '}{RANGES[home]}, not {value}"
+    for home, reason in _unused(config, eval_rows=eval_rows):
+        # That there is none of something needs no reason.
+        if values[home] != DEFAULTS[home] or (home in given and values[home] is not None):
             yield home, f"has no effect because {reason}; remove it"
     if config.optim.warmup_steps > 0 and config.optim.warmup_ratio > 0:
         yield "optim.warmup_ratio", "contradicts optim.warmup_steps; remove one of them (or set it to 0)"
+    folders = (config.model.path, config.training.output_dir)
+    if all(folders) and os.path.realpath(folders[0]) == os.path.realpath(folders[1]):
+        yield "training.output_dir", "is the model's folder (model.path), which stays as it is; name another one"
     if config.optim.pure_bf16 and config.adapter.type == "lora":
         yield "optim.pure_bf16", 'needs full fine-tuning (adapter.type = "none"); adapters are trained in float32'
     if config.optim.pure_bf16 and config.model.dtype == "fp32":
@@ -397,7 +427,7 @@ _REQUIRED = {
 }
 
 
-def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused(config: RunConfig, *, eval_rows: bool = False) -> Iterator[tuple[str, str]]:
     """Keys that this configuration does not read, with the reason."""
     if config.adapter.type == "none":
         for home in HINTS:
@@ -410,12 +440,39 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.data.packing:
         yield "data.packing_window", "data.packing is false"
         yield "data.max_documents", "data.packing is false"
-    if not config.data.eval:
+    evaluated = eval_rows or config.data.eval
+    if not evaluated:
         yield "training.per_device_eval_batch_size", "data.eval names no files"
-    if not config.data.eval and not config.logging.sample_prompts:
+    if not evaluated and not config.logging.sample_prompts:
         yield "training.eval_steps", "there are neither data.eval nor logging.sample_prompts"
     if not config.logging.sample_prompts:
         yield "logging.sample_tokens", "there are no logging.sample_prompts"
+
+
+def _typed(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """A configuration written in Python with its values as a file gives them, and those that are of no use."""
+    sections, problems = {}, []
+    for section, kind in SECTIONS.items():
+        table = getattr(config, section)
+        if not isinstance(table, kind):
+            problems.append(f"{section}: must be a {kind.__name__}, not {type(table).__name__}")
+            continue
+        values = {}
+        for name, hint in typing.get_type_hints(kind).items():
+            try:
+                values[name] = _convert(_plain(getattr(table, name)), hint, words=False)
+            except ValueError as error:
+                problems.append(f"{section}.{name}: {error}")
+        if values.keys() == {entry.name for entry in dataclasses.fields(kind)}:
+            sections[section] = kind(**values)
+    return (RunConfig(**sections), []) if not problems else (config, problems)
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples and strings for paths, as a parsed file has them."""
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return os.fspath(value) if isinstance(value, Path) else value
 
 
 # ---- pieces ----

@@ -1,8 +1,11 @@
 """The trainer: a run from a configuration to its result, what it writes, and what it refuses."""
 
+import inspect
 import json
 import math
+import os
 import resource
+import shutil
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import assert_same_outcome, log_without_timing, make_config, outcome, write_inputs
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from gapless.adapters.lora import adapter_views
@@ -21,7 +25,7 @@ from gapless.data.tokenizer import Tokenizer
 from gapless.inference.generate import generate
 from gapless.inference.load import load_model
 from gapless.models.weights import hf_views, load_weights, save_weights
-from gapless.training import samples
+from gapless.training import samples, setup
 from gapless.training.callbacks import Callback
 from gapless.training.checkpoint import CheckpointError, list_checkpoints, open_newest
 from gapless.training.metrics import TIMING_FIELDS, read_metrics
@@ -197,18 +201,67 @@ def test_a_custom_loss_and_a_callback(inputs, tmp_path):
         assert line == pytest.approx(expected, rel=1e-4)
 
 
+class Dataset:
+    """What a Hugging Face dataset has of a sequence: rows by index, and their number."""
+
+    def __init__(self, rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        return dict(self._rows[index])
+
+
+@pytest.mark.parametrize("kind", [list, Dataset])
+def test_rows_in_memory_train_as_those_of_a_file(inputs, tmp_path, kind):
+    rows, eval_rows = (
+        [json.loads(line) for line in (inputs / name).read_text().splitlines()]
+        for name in ("train.jsonl", "eval.jsonl")
+    )
+    settings = {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
+    train(make_config(inputs, tmp_path / "file", eval=(str(inputs / "eval.jsonl"),), **settings))
+    config = make_config(inputs, tmp_path / "memory", train=(), **settings)
+    result = train(config, train_rows=kind(rows), eval_rows=kind(eval_rows))
+    assert log_without_timing(tmp_path / "memory") == log_without_timing(tmp_path / "file")
+    shutil.rmtree(tmp_path / "memory" / "checkpoints" / "step-000004")
+    assert train(config, train_rows=kind(rows), eval_rows=kind(eval_rows)) == result
+    with pytest.raises(ValueError, match="other training data"):
+        train(config, train_rows=kind(rows[1:]), eval_rows=kind(eval_rows))
+    with pytest.raises(ValueError, match="data.train: is missing"):
+        train(load_config(tmp_path / "memory" / "config.toml"))
+    load_model(tmp_path / "memory", device="cpu")
+
+
+def test_the_signatures_are_frozen():
+    rows = "train_rows: 'setup.RowSequence | None' = None, eval_rows: 'setup.RowSequence | None' = None"
+    assert str(inspect.signature(train)) == f"(config: 'RunConfig', *, {rows}) -> 'TrainResult'"
+    assert str(inspect.signature(Trainer)) == (
+        "(config: 'RunConfig', loss_fn: 'LossFunction | None' = None, "
+        f"callbacks: 'Iterable[Callback]' = (), *, {rows}) -> 'None'"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"callbacks": Record()}, r"callbacks must be a list, not Record; write callbacks=\[...\]"),
         ({"callbacks": [Record]}, "Record'> is no callback; it must be an object of a class derived from"),
         ({"callbacks": [object()]}, "is no callback"),
+        ({"train_rows": {"text": "a"}}, "train_rows must be a sequence of dicts, .* not dict"),
+        ({"train_rows": iter([{"text": "a"}])}, "train_rows must be a sequence of dicts, .* not list_iterator"),
+        ({"train_rows": ["train.jsonl"]}, "train_rows must be a sequence of dicts, .* not list"),
+        ({"train_rows": []}, "train_rows has no rows"),
         ({"loss_fn": 1.0}, "loss_fn must be a function, not float"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(inputs, tmp_path, arguments, words):
+    config = make_config(inputs, tmp_path / "run")
+    if "train_rows" in arguments:
+        config = replace(config, data=replace(config.data, train=()))
     with pytest.raises(ValueError, match=words):
-        Trainer(make_config(inputs, tmp_path / "run"), **arguments)
+        Trainer(config, **arguments)
     assert not (tmp_path / "run").exists()
 
 
@@ -332,7 +385,26 @@ def test_a_finished_run_is_left_as_it_is(inputs, tmp_path, capsys):
     assert train(config) == first
     assert_same_outcome(outcome(tmp_path), before)
     assert before["checkpoints"] == ["step-000008", "step-000010"]
-    assert "going on from" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "already finished at step 10" in shown
+    assert "going on from" not in shown
+    assert shown.count("wrote ") == 1
+    (first.result_dir / "README.md").touch()
+    train(config)
+    assert (first.result_dir / "README.md").exists()
+
+
+def test_a_result_older_than_the_last_checkpoint_is_written_anew(inputs, tmp_path):
+    config = make_config(inputs, tmp_path)
+    adapter = train(config).result_dir
+    before = outcome(tmp_path)
+    os.utime(adapter, ns=(0, 0))  # as if the run had been killed between the two
+    (adapter / "adapter_model.safetensors").write_bytes(b"of an earlier step")
+    train(config)
+    assert_same_outcome(outcome(tmp_path), before)
+    shutil.rmtree(adapter)
+    train(config)
+    assert_same_outcome(outcome(tmp_path), before)
 
 
 @pytest.mark.parametrize(
@@ -452,23 +524,70 @@ def test_a_log_that_cannot_be_written_is_one_line(inputs, tmp_path, file):
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_result_that_cannot_be_written_is_one_line_and_leaves_the_last_one(inputs, tmp_path, kind):
-    config = make_config(inputs, tmp_path, kind, max_steps=2)
-    result = train(config).result_dir
-    before = outcome(tmp_path, 2)
-    with file_size_limit() as limit:
-        limit(18000)
-        with pytest.raises(ValueError, match=rf"cannot write {result}: .*File too large"):
-            train(config)
-    assert_same_outcome(outcome(tmp_path, 2), before)
+    class Fill(Callback):
+        def on_save(self, trainer, folder):
+            limit(18000)
+
+    settings = {"lr_scheduler_type": "constant"}
+    result = train(make_config(inputs, tmp_path, kind, max_steps=2, **settings)).result_dir
+    before = {path.name: path.read_bytes() for path in result.iterdir()}
+    config = make_config(inputs, tmp_path, kind, max_steps=3, **settings)
+    with file_size_limit() as limit, pytest.raises(ValueError, match=rf"cannot write {result}: .*File too large"):
+        Trainer(config, callbacks=[Fill()]).train()
+    assert {path.name: path.read_bytes() for path in result.iterdir()} == before
     assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(inputs, tmp_path):
     write_tiny_model(tmp_path / "model", vocab_size=300)
     Tokenizer.from_folder(inputs / "model").save(tmp_path / "model")
-    config = make_config(inputs, tmp_path / "run")
     with pytest.raises(ValueError, match="384 tokens, the model embeds 300"):
-        train(replace(config, model=replace(config.model, path=str(tmp_path / "model"))))
+        train(make_config(inputs, tmp_path / "run", path=str(tmp_path / "model")))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "spoil", "words"),
+    [
+        ({}, lambda model: edit(model, architectures=["MambaForCausalLM"]), "MambaForCausalLM is not supported"),
+        ({}, lambda model: (model / "config.json").write_text("{"), "config.json is not JSON"),
+        ({}, lambda model: edit(model, num_hidden_layers=3), "weights are missing: model.layers.2."),
+        ({}, lambda model: (model / "model.safetensors").unlink(), "model.safetensors does not exist"),
+        ({"target_modules": ("q_prj",)}, None, "no q_prj to adapt"),
+        ({"modules_to_save": ("norm",)}, None, "norm is not possible"),
+        ({"r": 99}, None, "r = 99 exceeds"),
+        ({"report_to": ("wandb",)}, None, "wandb.* not installed"),
+        ({"eval": ("missing.jsonl",)}, None, "missing.jsonl does not exist"),
+        ({"device": "cuda"}, None, "torch sees no GPU"),
+    ],
+)
+def test_what_can_be_refused_is_before_rows_are_read(inputs, tmp_path, monkeypatch, settings, spoil, words):
+    if settings.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("has a GPU")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delattr(setup, "tokenize")
+    shutil.copytree(inputs / "model", tmp_path / "model")
+    if spoil:
+        spoil(tmp_path / "model")
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        train(make_config(inputs, tmp_path / "run", **{"path": str(tmp_path / "model"), **settings}))
+    assert not (tmp_path / "run").exists()
+
+
+def edit(model, **changes):
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_tied_head_that_is_stored_too_trains(inputs, tmp_path):
+    Tokenizer.from_folder(inputs / "model").save(
+        write_tiny_model(tmp_path / "model", vocab_size=384, tie_word_embeddings=True)
+    )
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    save_file(
+        stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}, tmp_path / "model/model.safetensors"
+    )
+    assert train(make_config(inputs, tmp_path / "run", path=str(tmp_path / "model"), max_steps=2)).finished
 
 
 # ---- samples, TensorBoard, wandb ----

@@ -125,7 +125,7 @@ def load_weights(
     Args:
         path: folder with config.json and model.safetensors, or shards and their index.
         dtype: of the weights in memory; values are converted as they are read.
-        device: of the weights.
+        device: of the weights; on "meta" only the headers of the files are read, and all is checked but values.
         max_length: tokens in the longest document of the run (see `families.decoder_config`).
 
     Raises:
@@ -162,7 +162,7 @@ def _load(name: str, tensor: torch.Tensor, file: Path, views: dict[str, TensorVi
     if view.name in missing:
         view.write(view.parameter, tensor)
         missing.discard(view.name)
-    elif not torch.equal(view.view(view.parameter), tensor.to(view.parameter)):
+    elif not view.parameter.is_meta and not torch.equal(view.view(view.parameter), tensor.to(view.parameter)):
         # Some tools store a tied head beside the embedding; only an equal one can be honoured.
         raise ValueError(
             f"{file}: {HEAD_WEIGHT} and {EMBED_WEIGHT} differ, but config.json has tie_word_embeddings = true"

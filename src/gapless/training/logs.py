@@ -15,6 +15,16 @@ from gapless.training.plot import loss_plot
 from gapless.training.tensorboard import EventWriter
 
 
+def check_loggers(config: RunConfig) -> None:
+    """Refuse loggers that are not there.
+
+    Raises:
+        ValueError: wandb is asked for and not installed.
+    """
+    if "wandb" in config.logging.report_to:
+        _import_wandb()
+
+
 class RunLog:
     """Writes each line of metrics to every place that the run file asks for."""
 
@@ -93,14 +103,17 @@ def _tag(name: str) -> str:
     return f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"
 
 
-def _open_wandb(config: RunConfig, run_id: str | None) -> Any:
+def _import_wandb() -> Any:
     try:
-        wandb = importlib.import_module("wandb")
+        return importlib.import_module("wandb")
     except ModuleNotFoundError as error:
         raise ValueError(
             'logging.report_to names "wandb", which is not installed; pip install "gapless[wandb]" or leave it out'
         ) from error
-    return wandb.init(
+
+
+def _open_wandb(config: RunConfig, run_id: str | None) -> Any:
+    return _import_wandb().init(
         project="gapless",
         name=Path(config.training.output_dir).resolve().name,
         dir=config.training.output_dir,

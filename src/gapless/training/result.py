@@ -15,6 +15,13 @@ from gapless.models.weights import save_weights, write_config
 from gapless.training import files
 
 
+def existing_result(config: RunConfig, checkpoint: Path) -> Path | None:
+    """The result in the run folder, if it was written after a checkpoint was: an older one is that of fewer steps."""
+    target = _target(config, Path(config.training.output_dir))
+    newer = target.is_dir() and target.stat().st_mtime_ns >= checkpoint.stat().st_mtime_ns
+    return target if newer else None
+
+
 def write_result(model: Decoder, tokenizer: Tokenizer, config: RunConfig, folder: Path) -> Path:
     """Write `folder`/adapter (LoRA) or `folder`/model (full fine-tuning), whole or not at all.
 
@@ -25,7 +32,7 @@ def write_result(model: Decoder, tokenizer: Tokenizer, config: RunConfig, folder
         ValueError: it cannot be written.
     """
     lora = config.adapter.type == "lora"
-    target = folder / ("adapter" if lora else "model")
+    target = _target(config, folder)
     partial = files.temporary(target)
     try:
         with files.writing(target):
@@ -46,3 +53,7 @@ def write_result(model: Decoder, tokenizer: Tokenizer, config: RunConfig, folder
         # Half a result on a disk that is full would only be in the way.
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _target(config: RunConfig, folder: Path) -> Path:
+    return folder / ("adapter" if config.adapter.type == "lora" else "model")

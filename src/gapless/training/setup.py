@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,12 +15,15 @@ from gapless.adapters.lora import adapter_views, apply_lora
 from gapless.batch import BatchLayout, PackedBatch
 from gapless.config import RunConfig
 from gapless.data.loader import Loader, eval_batches
-from gapless.data.sources import open_rows
+from gapless.data.sources import Rows, open_rows
 from gapless.data.store import TokenStore, tokenize
 from gapless.data.tokenizer import Tokenizer
 from gapless.inference.load import DTYPES, find_model
 from gapless.models.decoder import Decoder
 from gapless.models.weights import TensorView, hf_views, load_weights
+
+RowSequence = Sequence[Mapping[str, Any]]
+"""Rows in memory: a list of dicts, or what is used like one."""
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer, device: torch.device) -> tuple[Decoder, list[TensorView]]:
@@ -54,13 +58,47 @@ def length_note(config: RunConfig) -> str | None:
     )
 
 
-def build_stores(config: RunConfig, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore | None]:
+def check_rows(name: str, rows: RowSequence | None) -> RowSequence | None:
+    """The rows of a script.
+
+    Raises:
+        ValueError: they are no sequence of dicts; `name` says which.
+    """
+    if rows is None:
+        return None
+    try:
+        if not len(rows):
+            raise ValueError(f"{name} has no rows")
+        first = rows[0]
+    except (TypeError, KeyError):
+        first = None
+    if not isinstance(first, Mapping):
+        raise ValueError(f"{name} must be a sequence of dicts, such as a list of them, not {type(rows).__name__}")
+    return rows
+
+
+def open_data(
+    config: RunConfig, train_rows: RowSequence | None, eval_rows: RowSequence | None
+) -> tuple[Rows, Rows | None]:
+    """The rows to train on and those to evaluate on, from the files of the configuration or from a script.
+
+    Raises:
+        ValueError: a file is missing, empty or of an unknown kind.
+    """
+    evaluation = eval_rows if eval_rows is not None else config.data.eval
+    train = open_rows(train_rows if train_rows is not None else config.data.train)
+    return train, open_rows(evaluation) if len(evaluation) else None
+
+
+def build_stores(
+    config: RunConfig, tokenizer: Tokenizer, train_rows: Rows, eval_rows: Rows | None
+) -> tuple[TokenStore, TokenStore | None]:
     """The tokenised rows to train on and to evaluate on."""
     cache = Path(config.data.cache_dir or Path(config.training.output_dir, "tokens"))
-    train = tokenize(open_rows(config.data.train), tokenizer, config.data, cache_dir=cache)
-    if not config.data.eval:
+    train = tokenize(train_rows, tokenizer, config.data, cache_dir=cache)
+    if eval_rows is None:
         return train, None
-    return train, tokenize(open_rows(config.data.eval), tokenizer, config.data, cache_dir=cache)
+    return train, tokenize(eval_rows, tokenizer, config.data, cache_dir=cache)
 
 
 def build_layout(config: RunConfig, model: Decoder, rows: int) -> BatchLayout:

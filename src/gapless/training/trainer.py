@@ -17,6 +17,9 @@ from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
+
+import torch
 
 from gapless.config import RunConfig
 from gapless.config_file import check_config
@@ -36,10 +39,10 @@ from gapless.training.checkpoint import (
     save_checkpoint,
 )
 from gapless.training.display import Clock, make_display
-from gapless.training.logs import RunLog
+from gapless.training.logs import RunLog, check_loggers
 from gapless.training.metrics import Metrics
 from gapless.training.optim import AdamW
-from gapless.training.result import write_result
+from gapless.training.result import existing_result, write_result
 from gapless.training.samples import write_samples
 from gapless.training.schedule import make_schedule
 from gapless.training.signals import StopSignals
@@ -70,9 +73,11 @@ class Pending:
     """When it was done, if that is known."""
 
 
-def train(config: RunConfig) -> TrainResult:
+def train(
+    config: RunConfig, *, train_rows: setup.RowSequence | None = None, eval_rows: setup.RowSequence | None = None
+) -> TrainResult:
     """Run a configuration; see `Trainer`."""
-    return Trainer(config).train()
+    return Trainer(config, train_rows=train_rows, eval_rows=eval_rows).train()
 
 
 class Trainer:
@@ -94,6 +99,9 @@ class Trainer:
         config: RunConfig,
         loss_fn: LossFunction | None = None,
         callbacks: Iterable[Callback] = (),
+        *,
+        train_rows: setup.RowSequence | None = None,
+        eval_rows: setup.RowSequence | None = None,
     ) -> None:
         """Check the configuration; nothing is loaded yet.
 
@@ -102,15 +110,20 @@ class Trainer:
             loss_fn: (logits float32 [M, V], labels int64 [M]) -> the SUM of the M token losses, in place of
                 cross-entropy.
             callbacks: see `Callback`.
+            train_rows: rows in memory in place of the files of data.train, which is then empty: any sequence of dicts,
+                a list or a Hugging Face dataset for instance. A run goes on with the same rows only.
+            eval_rows: the same in place of data.eval.
 
         Raises:
             ValueError: settings are out of range or contradict each other, or an argument is not what it must be.
         """
-        check_config(config)
+        config = check_config(config, train_rows=train_rows is not None, eval_rows=eval_rows is not None)
         self.config = config
         self.step = 0
         self._loss_fn = loss_fn
         self._settings = run_folder.settings(config, own_loss=loss_fn is not None)
+        self._train_rows = setup.check_rows("train_rows", train_rows)
+        self._eval_rows = setup.check_rows("eval_rows", eval_rows)
         self._callbacks = check_callbacks(callbacks)
         if loss_fn is not None and not callable(loss_fn):
             raise ValueError(f"loss_fn must be a function, not {type(loss_fn).__name__}")
@@ -132,8 +145,10 @@ class Trainer:
         self._totals = Totals()
         self._pending: Pending | None = None
         self._evaluated: int | None = None
+        self._result: Path | None = None
         with ExitStack() as self._opened:
             self._opened.enter_context(setup.determinism(self.config.training.deterministic))
+            self._check()
             self._folder = self._opened.enter_context(run_folder.open_run_folder(self.config))
             self._display = self._opened.enter_context(closing(make_display()))
             self._prepare()
@@ -143,13 +158,21 @@ class Trainer:
 
     # ---- before the first step ----
 
+    def _check(self) -> None:
+        """Refuse what can be refused before the run folder is made and rows are read."""
+        self.device = pick_device(self.config.model.device)
+        check_loggers(self.config)
+        self.tokenizer = Tokenizer.from_folder(self.config.model.path, self.config.data.chat_template)
+        # Without memory for the weights, only the headers of their files are read.
+        setup.build_model(self.config, self.tokenizer, torch.device("meta"))
+        self._rows = setup.open_data(self.config, self._train_rows, self._eval_rows)
+
     def _prepare(self) -> None:
         checkpoint = run_folder.open_checkpoint_to_resume(self.config, self._settings, self._folder)
         self._base = run_folder.base_identity(self.config.model.path)
         if checkpoint:
             run_folder.check_base(checkpoint, self._base)
-        self.tokenizer = Tokenizer.from_folder(self.config.model.path, self.config.data.chat_template)
-        train_store, self._eval_store = setup.build_stores(self.config, self.tokenizer)
+        train_store, self._eval_store = setup.build_stores(self.config, self.tokenizer, *self._rows)
         for name, store in (("train", train_store), ("eval", self._eval_store)):
             for line in store.report.lines() if store else ():
                 self._display.message(f"{name}: {line}")
@@ -167,7 +190,6 @@ class Trainer:
     def _build(self, store: TokenStore) -> None:
         """Model, optimizer, loader and schedule."""
         training = self.config.training
-        self.device = pick_device(self.config.model.device)
         self.model, views = setup.build_model(self.config, self.tokenizer, self.device)
         self.optimizer = self._opened.enter_context(closing(AdamW(views, self.config.optim)))
         rows = training.per_device_train_batch_size
@@ -186,6 +208,7 @@ class Trainer:
         self._loader.load_state_dict(checkpoint.state["loader"])
         self._totals = Totals(**checkpoint.state["totals"])
         self.step = checkpoint.step
+        self._result = existing_result(self.config, checkpoint.path)
 
     def _announce(self, checkpoint: Checkpoint | None) -> None:
         trained = sum(math.prod(view.shape) for view in self.optimizer.views)
@@ -193,7 +216,10 @@ class Trainer:
         if note := setup.length_note(self.config):
             self._display.message(note)
         if checkpoint:
-            self._display.message(f"going on from {checkpoint.path}")
+            done = self.step == self.total_steps
+            self._display.message(
+                f"already finished at step {self.step}" if done else f"going on from {checkpoint.path}"
+            )
         for callback in self._callbacks:
             callback.on_train_begin(self)
 
@@ -213,6 +239,7 @@ class Trainer:
         data = self._loader.next_step()
         metrics = train_step(self.model, self.optimizer, data, self._loss_fn)
         self.step += 1
+        self._result = None
         launched = None
         if metrics is None:
             self._display.message(f"step {self.step} has no trained token in its rows and was skipped")
@@ -358,8 +385,10 @@ class Trainer:
                 f"{self._folder}; run the same command again to go on"
             )
         else:
-            result_dir = write_result(self.model, self.tokenizer, self.config, self._folder)
-            self._display.message(f"wrote {result_dir}")
+            result_dir = self._result
+            if result_dir is None:
+                result_dir = write_result(self.model, self.tokenizer, self.config, self._folder)
+                self._display.message(f"wrote {result_dir}")
         totals = self._totals
         result = TrainResult(
             step=self.step,
