@@ -140,7 +140,7 @@ class LoggingConfig:
     """What is shown and written while training."""
 
     logging_steps: int = 1
-    """Show a line and write metrics every so many steps."""
+    """Show and write the metrics of every so many-th step: those of the one step, not averaged."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Besides metrics.jsonl, which is always written."""
     sample_prompts: tuple[str, ...] = ()
