@@ -216,7 +216,7 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     ),
     "generate-row-refused": (
         FILE,
-        lambda: rows(P("train.jsonl"), [{"messages": [{"role": "user", "content": None}]}]),
+        lambda: rows(P("train.jsonl"), [{"messages": [{"role": "user", "content": None, "tool_calls": [{}]}]}]),
         "train.jsonl:1: the chat template of model refuses the conversation",
     ),
     "generate-no-template": (ASK, lambda: (MODEL / "chat_template.jinja").unlink(), "or generate with --raw"),

@@ -62,7 +62,57 @@ def test_generate_from_a_file(run, tmp_path, capsys):
     assert [{key: row[key] for key in source} for row, source in zip(answers, rows, strict=True)] == rows
     assert answers[0]["completion"] == answers[1]["completion"]
     assert answers[0]["finish_reason"] in ("stop", "length")
-    assert capsys.readouterr().out == ""
+    assert answers[0]["reference"] == "left out"
+    assert "reference" not in answers[1]
+    assert capsys.readouterr() == ("", "answered 2 of 2 rows\n")
+
+
+def test_answers_are_written_as_they_are_finished(run, tmp_path, monkeypatch):
+    """In the order of the rows; what is finished when the process is stopped is in the file."""
+    import gapless.inference.generate as module
+
+    questions = ["Hello", "Hi there, who is it?", "The quick brown fox", "a", "What?"]
+    (tmp_path / "rows.txt").write_text("\n".join(questions))
+    arguments = ["generate", str(run), "--file", str(tmp_path / "rows.txt"), "--batch_size", "2", "--dtype", "fp32"]
+    arguments += ["--max_new_tokens", "4", "--output"]
+    assert cli.main([*arguments, str(tmp_path / "all.jsonl")]) == 0
+    lines = (tmp_path / "all.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in lines] == questions
+    calls = []
+
+    def stopped(*args, on_completion, **settings):
+        def take(index, completion):
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            on_completion(index, completion)
+            calls.append((tmp_path / "some.jsonl").read_text().count("\n"))
+
+        return generate(*args, on_completion=take, **settings)
+
+    generate = module.generate
+    monkeypatch.setattr(module, "generate", stopped)
+    assert cli.main([*arguments, str(tmp_path / "some.jsonl")]) == 130
+    assert calls[-1] >= 2
+    assert (tmp_path / "some.jsonl").read_text().splitlines() == lines[: calls[-1]]
+    assert cli.main([*arguments, str(tmp_path / "some.jsonl")]) == 2
+
+
+def test_progress_keeps_out_of_answers_on_a_terminal(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.csv").write_text("question\nHello\n")
+    arguments = ["generate", str(run), "--file", str(tmp_path / "rows.csv"), "--max_new_tokens", "1"]
+    arguments += ["--columns", "prompt", "question"]
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        assert cli.main(arguments) == 0
+        output = capsys.readouterr()
+        assert output.err == ("" if terminal else "answered 1 of 1 rows\n")
+        assert json.loads(output.out)["question"] == "Hello"
+
+
+def test_options_of_files_are_refused_without_one(run, capsys):
+    for option in (["--columns", "prompt", "question"], ["--format", "text"]):
+        assert cli.main(["generate", str(run), "--prompt", "Hello", *option]) == 2
+        assert "--format and --columns are for the rows of --file" in capsys.readouterr().err
 
 
 def test_raw_prompts_pass_by_the_template(run, capsys):
@@ -116,7 +166,10 @@ def test_rows_of_other_kinds_are_answered(run, tmp_path, capsys):
         "completion": ["right"],
     }
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    assert cli.main(["generate", str(run), "--file", str(tmp_path / "rows.parquet"), "--max_new_tokens", "1"]) == 0
+    arguments = ["generate", str(run), "--file", str(tmp_path / "rows.parquet"), "--max_new_tokens", "1"]
+    assert cli.main(arguments) == 2
+    assert "fit the formats messages and prompt_completion; set --format" in capsys.readouterr().err
+    assert cli.main([*arguments, "--format", "prompt_completion"]) == 0
     row = json.loads(capsys.readouterr().out)
     assert (row["day"], row["prompt"], row["messages"]) == ("2024-01-02", turns, "no conversation")
     assert row["reference"] == "right"

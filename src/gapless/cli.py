@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -26,14 +25,14 @@ from gapless.config_file import load_config
 
 if TYPE_CHECKING:
     from gapless.data.tokenizer import Tokenizer
-    from gapless.inference.generate import Completion
+    from gapless.inference.rows import AnswerWriter, Prompt
 
 HELP = """usage: gapless VERB ...
 
 Fine-tune large language models and use the result.
 
   gapless train RUN.toml [--section.key value ...]   fine-tune as the run file says; the same command resumes
-  gapless generate MODEL --prompt "..."              answer prompts with a model folder, an adapter or a run folder
+  gapless generate MODEL --prompt "..."              answer prompts with a model folder, an adapter or a run
   gapless export SOURCE --to merged --out FOLDER     write a merged model folder, or the adapter alone
 
   gapless VERB --help    the options of a verb; those of train are the keys of a run file
@@ -179,20 +178,24 @@ class GenerateOptions:
     """Answers prompts.
 
     Answers go to stdout, a single one as it is written; with --file they are JSON lines: the row with `completion`
-    and `finish_reason` added (a `completion` of the row's own becomes `reference`).
+    and `finish_reason` added, in the file's order as they are finished (the row's own answer becomes `reference`).
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A Hugging Face model folder, a PEFT adapter folder or a run folder."""
+    """A Hugging Face model folder, a PEFT adapter folder, a run folder, or a checkpoint in one."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """What the user says."""
     system: str | None = None
     """The system message before each --prompt."""
     file: str | None = None
-    """A file of rows (JSON lines, for instance) with `messages`, or with `prompt`: a text or messages. A last assistant
-    message is left out."""
+    """A file of rows as for training; the answer may be missing, and a last assistant message is left out. A plain text
+    (`prompt`, a line of a .txt) is what the user says."""
+    format: Literal["auto", "messages", "prompt_completion", "text", "sharegpt", "alpaca"] = "auto"
+    """What a row of --file is; auto recognises it by its columns."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Own column names in --file, as pairs: --columns prompt question completion answer."""
     output: str | None = None
-    """Where the answers to --file go instead of stdout."""
+    """Where the answers to --file go instead of stdout, line by line as they are finished; a new file."""
     raw: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Continue the prompts as plain text, without the chat template."""
     adapter: str | None = None
@@ -206,7 +209,7 @@ class GenerateOptions:
     top_k: int = 0
     """Sample from this many likeliest tokens; 0 for all."""
     seed: int = 0
-    """Seed of the sampling."""
+    """Seed of the sampling. Another --batch_size may still give other answers: rounding differs, above all in bf16."""
     batch_size: int = 32
     """Prompts answered at a time."""
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -220,15 +223,15 @@ def _generate(args: list[str]) -> int:
     _check_model(options.model)
     if options.adapter is not None and not Path(options.adapter).exists():
         raise FileNotFoundError(f"{options.adapter}: no such folder")
-    rows, where = _prompt_rows(options)
+    prompts = _prompts(options)
 
     from gapless.inference.generate import generate
     from gapless.inference.load import DTYPES, find_model, load_source, pick_device
 
     source, device = find_model(options.model, options.adapter), pick_device(options.device)
     tokenizer = source.tokenizer()
-    prompts = [_prompt_ids(tokenizer, row, place, raw=options.raw) for row, place in zip(rows, where, strict=True)]
-    longest = max(map(len, prompts)) + options.max_new_tokens
+    ids = [prompt.ids(tokenizer, raw=options.raw) for prompt in prompts]
+    longest = max(map(len, ids)) + options.max_new_tokens
     made_for = source.made_for()
     if made_for is not None and longest > made_for:
         print(
@@ -236,90 +239,72 @@ def _generate(args: list[str]) -> int:
             "(max_position_embeddings); the answer may be poor",
             file=sys.stderr,
         )
-    streamed = _Streamed(tokenizer) if options.file is None and len(rows) == 1 else None
-    completions = generate(
-        load_source(source, dtype=DTYPES[options.dtype], device=device, max_length=longest),
-        tokenizer,
-        prompts,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        seed=options.seed,
-        batch_size=options.batch_size,
-        on_token=streamed,
-    )
+    model = load_source(source, dtype=DTYPES[options.dtype], device=device, max_length=longest)
+    streamed = _Streamed(tokenizer) if options.file is None and len(prompts) == 1 else None
+    with _answers(options, prompts) as writer:
+        completions = generate(
+            model,
+            tokenizer,
+            ids,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            seed=options.seed,
+            batch_size=options.batch_size,
+            on_token=streamed,
+            on_completion=writer,
+        )
     if streamed is not None:
         streamed.finish(completions[0].text)
-    else:
-        _write_answers(options, rows, completions)
+    elif writer is None:
+        print("\n\n".join(completion.text for completion in completions))
     return 0
 
 
-def _prompt_rows(options: GenerateOptions) -> tuple[list[dict[str, Any]], list[str]]:
-    """The prompts as rows with `messages`, or with the `prompt` of a plain text; and where each comes from."""
+def _prompts(options: GenerateOptions) -> list[Prompt]:
+    """The prompts, of the command line or of the file."""
     if bool(options.prompt) == bool(options.file):
         raise ValueError("give either --prompt (any number of times) or --file")
     if options.output is not None and options.file is None:
         raise ValueError("--output is for the answers to --file")
-    if options.output is not None and Path(options.output).exists():
-        raise ValueError(f"{options.output}: exists already; remove it or choose another --output")
-    if options.output is not None and not Path(options.output).absolute().parent.is_dir():
-        raise ValueError(f"{options.output}: its folder does not exist")
+    if options.file is None and (options.columns or options.format != "auto"):
+        raise ValueError("--format and --columns are for the rows of --file")
+    if options.output is not None:
+        _check_output(Path(options.output))
     if options.system is not None and (options.raw or options.file):
         raise ValueError("--system goes with --prompt in a chat; put it into the rows of --file or the text of --raw")
+
+    from gapless.inference.rows import Prompt, read_prompts
+
     if options.file is not None:
-        return _read_rows(options.file, raw=options.raw)
-    where = ["--prompt"] * len(options.prompt)
+        return read_prompts(options.file, format=options.format, columns=options.columns)
     if options.raw:
-        return [{"prompt": prompt} for prompt in options.prompt], where
+        return [Prompt(prompt) for prompt in options.prompt]
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return [{"messages": [*system, {"role": "user", "content": prompt}]} for prompt in options.prompt], where
+    return [Prompt([*system, {"role": "user", "content": prompt}]) for prompt in options.prompt]
 
 
-def _read_rows(file: str, *, raw: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    from gapless.data.sources import open_rows
-
-    source = open_rows(file)
-    rows = [dict(source[index]) for index in range(len(source))]
-    where = [source.where(index) for index in range(len(source))]
-    for row, place in zip(rows, where, strict=True):
-        if not (isinstance(row.get("prompt"), str) if raw else _conversation(row)):
-            need = "`prompt`, a text" if raw else "`messages`, a list of messages with a role, or `prompt`, a text"
-            raise ValueError(f"{place}: the row has no {need}")
-        if not isinstance(row.get("tools"), list | None):
-            raise ValueError(f"{place}: `tools` must be a list of JSON schemas")
-    return rows, where
+def _check_output(path: Path) -> None:
+    """Refuses to overwrite answers; an empty file, a pipe or a device may be there."""
+    if path.is_dir() or (path.is_file() and path.stat().st_size):
+        raise ValueError(f"{path}: exists already; remove it or choose another --output")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: its folder does not exist")
 
 
-def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a row; none if it has no conversation."""
-    for value in (row.get("messages"), row.get("prompt")):
-        if (
-            isinstance(value, list)
-            and value
-            and all(isinstance(message, dict) and "role" in message for message in value)
-        ):
-            return value
-    prompt = row.get("prompt")
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
+@contextlib.contextmanager
+def _answers(options: GenerateOptions, prompts: Sequence[Prompt]) -> Generator[AnswerWriter | None]:
+    """What takes the answers to --file; None for those to --prompt."""
+    from gapless.inference.rows import AnswerWriter
 
-
-def _prompt_ids(tokenizer: Tokenizer, row: dict[str, Any], where: str, *, raw: bool) -> list[int]:
-    if raw:
-        ids = [*tokenizer.prefix_ids, *tokenizer.encode(row["prompt"])]
-        if not ids:
-            raise ValueError(f"{where}: the text has no tokens")
-        return ids
-    messages = _conversation(row)
-    if messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise ValueError(f"{where}: no message is left to answer")
-    try:
-        return tokenizer.chat_ids(messages, tools=row.get("tools"))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    if options.file is None:
+        yield None
+    elif options.output is None:
+        yield AnswerWriter(prompts, sys.stdout, None if sys.stdout.isatty() else sys.stderr)
+    else:
+        with open(options.output, "w", encoding="utf-8") as file:
+            yield AnswerWriter(prompts, file, sys.stderr)
 
 
 class _Streamed:
@@ -349,26 +334,6 @@ class _Streamed:
         self._printed = text
 
 
-def _write_answers(options: GenerateOptions, rows: list[dict[str, Any]], completions: Sequence[Completion]) -> None:
-    if options.file is None:
-        print("\n\n".join(completion.text for completion in completions))
-        return
-    lines = [
-        # Rows of other files than JSON may hold dates or bytes, which are written as text.
-        json.dumps(_answered(row, completion), ensure_ascii=False, default=str)
-        for row, completion in zip(rows, completions, strict=True)
-    ]
-    if options.output is None:
-        print("\n".join(lines))
-    else:
-        Path(options.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _answered(row: dict[str, Any], completion: Completion) -> dict[str, Any]:
-    kept = {"reference" if key == "completion" else key: value for key, value in row.items()}
-    return kept | {"completion": completion.text, "finish_reason": completion.finish_reason}
-
-
 # ---- export ----
 
 
@@ -377,7 +342,7 @@ class ExportOptions:
     """Writes a trained model in the form that other tools load, and reads it back before it says so."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """A run folder, a PEFT adapter folder or a model folder."""
+    """A run folder, a checkpoint in one, a PEFT adapter folder or a model folder."""
     to: Literal["merged", "adapter"]
     """merged: a Hugging Face model folder with the adapter in its weights; adapter: a PEFT adapter folder."""
     out: str

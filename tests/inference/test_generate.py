@@ -151,3 +151,22 @@ def test_bad_input_is_refused(model, tokenizer, prompts, settings, message):
 def test_texts_for_token_ids_are_refused(model, tokenizer):
     with pytest.raises(ValueError, match="prompt 1 is a text; prompts are token ids"):
         generate(model, tokenizer, [[1], "Hello"], max_new_tokens=1)
+
+
+def test_answers_are_handed_out_as_they_are_finished(model, tokenizer, prompts):
+    """Begun in order: with equal answers' lengths, a batch is finished before the next one is."""
+    taken, begun = [], []
+    completions = generate(
+        model,
+        tokenizer,
+        prompts,
+        max_new_tokens=3,
+        stop_ids=(),
+        batch_size=2,
+        on_token=lambda index, token: begun.append((index, len(taken))),
+        on_completion=lambda index, completion: taken.append((index, completion)),
+    )
+    assert sorted(index for index, _ in taken) == list(range(len(prompts)))
+    assert all(completions[index] is completion for index, completion in taken)
+    first = [next(done for at, done in begun if at == index) for index in range(len(prompts))]
+    assert first == [0, 0, 2, 2, 4, 4, 6]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,11 +52,13 @@ def generate(
     seed: int = 0,
     batch_size: int = 32,
     on_token: Callable[[int, int], None] | None = None,
+    on_completion: Callable[[int, Completion], None] | None = None,
 ) -> list[Completion]:
     """Answers prompts, `batch_size` of them at a time.
 
-    The answers do not depend on the batch: sequences share nothing but matrix products (whose rounding may differ with
-    the number of rows), and each draws from random numbers of its own.
+    Sequences share nothing but matrix products, and each draws from random numbers of its own. The rounding of the
+    products differs with the number of rows, however: another batch_size may give another answer to the same seed, in
+    bf16 often, in fp32 or greedily where two tokens are almost equally likely.
 
     Args:
         model: on any device; put into eval mode while it generates.
@@ -69,6 +72,8 @@ def generate(
         seed: of the draws.
         batch_size: sequences decoded together; bounds the cache's memory.
         on_token: called as (index of the prompt, token) when a token is chosen, the stop token included.
+        on_completion: called as (index of the prompt, completion) when an answer is finished. Prompts are begun in
+            their order; short answers overtake long ones.
 
     Returns:
         One completion per prompt, in order.
@@ -79,14 +84,16 @@ def generate(
     _check(model, prompts, max_new_tokens, batch_size)
     sampler = Sampler(Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed))
     stops = frozenset(tokenizer.eos_ids if stop_ids is None else stop_ids)
-    waiting = [_Sequence(index, list(prompt)) for index, prompt in enumerate(prompts)]
-    finished: list[_Sequence] = []
+    sequences = [_Sequence(index, list(prompt)) for index, prompt in enumerate(prompts)]
+    completions: dict[int, Completion] = {}
     with _evaluating(model), torch.no_grad():
         decoding = _Decoding(model, sampler, stops, max_new_tokens, on_token)
-        for sequence in decoding.run(waiting, batch_size):
-            finished.append(sequence)
-    finished.sort(key=lambda sequence: sequence.index)
-    return [Completion(s.tokens, tokenizer.decode(s.tokens), s.finish_reason or "length") for s in finished]
+        for done in decoding.run(sequences, batch_size):
+            completion = Completion(done.tokens, tokenizer.decode(done.tokens), done.finish_reason or "length")
+            completions[done.index] = completion
+            if on_completion is not None:
+                on_completion(done.index, completion)
+    return [completions[index] for index in range(len(prompts))]
 
 
 class _Decoding:
@@ -107,12 +114,12 @@ class _Decoding:
         self.on_token = on_token
         self.active: list[_Sequence] = []
 
-    def run(self, waiting: list[_Sequence], batch_size: int) -> Iterator[_Sequence]:
-        """Yields sequences as they finish. The longest prompts go first, so that short ones fill the end."""
-        if not waiting:
+    def run(self, sequences: list[_Sequence], batch_size: int) -> Iterator[_Sequence]:
+        """Yields sequences as they finish."""
+        if not sequences:
             return
-        waiting = sorted(waiting, key=lambda sequence: len(sequence.prompt))
-        capacity = len(waiting[-1].prompt) + self.max_new_tokens
+        waiting = deque(sequences)
+        capacity = max(len(sequence.prompt) for sequence in sequences) + self.max_new_tokens
         cache = new_cache(self.model, sequences=min(batch_size, len(waiting)), capacity=capacity)
         while waiting or self.active:
             if arrived := self._arrivals(waiting, cache.sequences - len(self.active)):
@@ -124,10 +131,10 @@ class _Decoding:
             yield from self._retire(cache)
 
     @staticmethod
-    def _arrivals(waiting: list[_Sequence], free: int) -> list[_Sequence]:
+    def _arrivals(waiting: deque[_Sequence], free: int) -> list[_Sequence]:
         arrived, tokens = [], 0
-        while waiting and len(arrived) < free and (not arrived or tokens + len(waiting[-1].prompt) <= _PREFILL_TOKENS):
-            arrived.append(waiting.pop())
+        while waiting and len(arrived) < free and (not arrived or tokens + len(waiting[0].prompt) <= _PREFILL_TOKENS):
+            arrived.append(waiting.popleft())
             tokens += len(arrived[-1].prompt)
         return arrived
 
