@@ -1,6 +1,6 @@
 """The trainer: a run from its configuration to its result.
 
-    folder, settings agree, rows tokenised, model and optimizer built, newest checkpoint loaded
+    device, model, adapter and files checked; then folder, rows tokenised, model and optimizer, newest checkpoint
     evaluate
     for every step:  micro-batches -> train_step -> read the metrics of the step before -> evaluate, save when due
     evaluate, save, write the adapter or the model
@@ -87,6 +87,7 @@ class Trainer:
         model: the decoder, adapters applied.
         tokenizer: the model's.
         optimizer: AdamW over what is trained.
+        device: where the model is.
         step: optimizer steps launched.
         total_steps: of the whole run.
         fault: called between the writes of a checkpoint; tests kill the process there.
@@ -316,7 +317,7 @@ class Trainer:
 
     def _non_finite_evaluation_text(self, loss: float) -> str:
         so_far = "though every training step so far was finite" if self.step else "before the first training step"
-        suspects = ["loss_fn, which computed it"] if self._loss_fn else [] if self.step else ["the model's weights"]
+        suspects = ["loss_fn (it returned this)"] if self._loss_fn else [] if self.step else ["the model's weights"]
         return (
             f"step {self.step}: the evaluation loss is {loss}, {so_far}; look at "
             f"{' and at '.join([*suspects, 'what is special in the evaluation rows'])}; {self._last_checkpoint()}"
