@@ -16,21 +16,24 @@ SOURCE = Path(gapless.__file__).parent
 
 BESIDE = {"config"}
 """Anyone may read the configuration's dataclasses."""
+MODEL = {"adapters", "models", "kernels", "batch"}
+RUN = {"data", "parallel", "memory", *MODEL, "config_file", "checkpoint_file"}
 ALLOWED = {
     "config": set(),
     "arguments": set(),
     "yaml_file": set(),
     "config_file": {"arguments", "yaml_file"},
     "batch": set(),
+    "checkpoint_file": set(),
     "kernels": {"batch"},
     "models": {"kernels", "batch"},
     "data": {"batch"},
     "adapters": {"models", "kernels", "batch"},
     "memory": {"models", "kernels", "batch"},
-    "parallel": {"memory", "adapters", "models", "kernels", "batch"},
-    "quantization": {"data", "parallel", "memory", "adapters", "models", "kernels", "batch", "config_file"},
-    "inference": {"data", "parallel", "memory", "adapters", "models", "kernels", "batch", "config_file"},
-    "training": {"inference", "data", "parallel", "memory", "adapters", "models", "kernels", "batch", "config_file"},
+    "parallel": {"memory", *MODEL},
+    "quantization": RUN,
+    "inference": RUN,
+    "training": {"inference", *RUN},
     "cli": {"training", "inference", "quantization", "data", "config_file", "arguments"},
     "__main__": {"cli"},
 }

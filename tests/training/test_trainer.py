@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from gapless.training.callbacks import Callback
 from gapless.training.checkpoint import CheckpointError, list_checkpoints, open_newest
 from gapless.training.metrics import TIMING_FIELDS, read_metrics
 from gapless.training.run_folder import open_run_folder
+from gapless.training.setup import row_progress
 from gapless.training.trainer import NonFiniteLossError, Trainer, train
 from tiny import write_tiny_model
 from tiny_tokenizer import TEMPLATES
@@ -138,6 +140,16 @@ def test_an_adapter_keeps_the_template_it_was_trained_with(inputs, tmp_path):
     _, tokenizer = load_model(adapter, device="cpu")
     question = [{"role": "user", "content": "a"}]
     assert tokenizer.render(question) == Tokenizer.from_folder(inputs / "model", template).render(question)
+
+
+def test_a_long_tokenisation_says_how_far_it_is():
+    shown = []
+    progress = row_progress(shown.append, seconds=0.05)
+    progress(256, 1000)
+    time.sleep(0.06)
+    progress(512, 1000)
+    progress(768, 1000)
+    assert shown == ["tokenised 512 of 1,000 rows"]
 
 
 def test_rows_longer_than_the_model_is_made_for_are_named(inputs, tmp_path, capsys):

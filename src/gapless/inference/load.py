@@ -10,10 +10,11 @@ from typing import Literal
 import torch
 
 from gapless.adapters.peft import CONFIG_FILE, is_adapter, load_adapter, read_config
+from gapless.checkpoint_file import is_checkpoint, list_checkpoints
 from gapless.config import AdapterConfig, RunConfig
 from gapless.config_file import load_config
 from gapless.data.tokenizer import Tokenizer
-from gapless.inference.checkpoint import is_checkpoint, load_checkpoint, newest_checkpoint
+from gapless.inference.checkpoint import load_checkpoint
 from gapless.models.decoder import Decoder
 from gapless.models.weights import load_weights, read_json
 
@@ -131,7 +132,8 @@ def _find_in_run(folder: Path) -> ModelSource:
         return ModelSource(_base_of(folder / "adapter"), folder / "adapter", chat_template=template)
     if (folder / "model" / "config.json").is_file():
         return ModelSource(folder / "model", trained_from=Path(config.model.path), chat_template=template)
-    if (newest := newest_checkpoint(folder)) is not None:
+    if checkpoints := list_checkpoints(folder / "checkpoints"):
+        newest = checkpoints[-1]
         print(f"note: {folder} has no result yet; this is its newest checkpoint, {newest.name}", file=sys.stderr)
         return _find_checkpoint(newest, folder)
     raise FileNotFoundError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,14 +92,27 @@ def open_data(
 
 
 def build_stores(
-    config: RunConfig, tokenizer: Tokenizer, train_rows: Rows, eval_rows: Rows | None
+    config: RunConfig, tokenizer: Tokenizer, train_rows: Rows, eval_rows: Rows | None, show: Callable[[str], None]
 ) -> tuple[TokenStore, TokenStore | None]:
-    """The tokenised rows to train on and to evaluate on."""
+    """The tokenised rows to train on and to evaluate on; `show` hears of the progress."""
     cache = Path(config.data.cache_dir or Path(config.training.output_dir, "tokens"))
-    train = tokenize(train_rows, tokenizer, config.data, cache_dir=cache)
+    train = tokenize(train_rows, tokenizer, config.data, cache_dir=cache, progress=row_progress(show))
     if eval_rows is None:
         return train, None
-    return train, tokenize(eval_rows, tokenizer, config.data, cache_dir=cache)
+    return train, tokenize(eval_rows, tokenizer, config.data, cache_dir=cache, progress=row_progress(show))
+
+
+def row_progress(show: Callable[[str], None], seconds: float = 10.0) -> Callable[[int, int], None]:
+    """For `tokenize`: tells `show` every so many seconds how far it is."""
+    told = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= seconds:
+            told = time.monotonic()
+            show(f"tokenised {done:,} of {total:,} rows")
+
+    return progress
 
 
 def build_layout(config: RunConfig, model: Decoder, rows: int) -> BatchLayout:

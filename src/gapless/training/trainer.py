@@ -173,7 +173,9 @@ class Trainer:
         self._base = run_folder.base_identity(self.config.model.path)
         if checkpoint:
             run_folder.check_base(checkpoint, self._base)
-        train_store, self._eval_store = setup.build_stores(self.config, self.tokenizer, *self._rows)
+        train_store, self._eval_store = setup.build_stores(
+            self.config, self.tokenizer, *self._rows, self._display.message
+        )
         for name, store in (("train", train_store), ("eval", self._eval_store)):
             for line in store.report.lines() if store else ():
                 self._display.message(f"{name}: {line}")
