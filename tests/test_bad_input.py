@@ -217,7 +217,14 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "generate-row-refused": (
         FILE,
         lambda: rows(P("train.jsonl"), [{"messages": [{"role": "user", "content": None, "tool_calls": [{}]}]}]),
-        "train.jsonl:1: the chat template of model refuses the conversation",
+        "train.jsonl:1: the row has tool calls, which the chat template leaves out",
+    ),
+    "generate-row-role": (
+        FILE,
+        lambda: rows(
+            P("train.jsonl"), [{"messages": [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}]}]
+        ),
+        "train.jsonl:1: message 1 has the role 'asistant'",
     ),
     "generate-no-template": (ASK, lambda: (MODEL / "chat_template.jinja").unlink(), "or generate with --raw"),
     "generate-raw-empty": (

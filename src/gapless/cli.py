@@ -225,12 +225,14 @@ def _generate(args: list[str]) -> int:
         raise FileNotFoundError(f"{options.adapter}: no such folder")
     prompts = _prompts(options)
 
+    from gapless.data.chat import ChatSpans
     from gapless.inference.generate import generate
     from gapless.inference.load import DTYPES, find_model, load_source, pick_device
 
     source, device = find_model(options.model, options.adapter), pick_device(options.device)
     tokenizer = source.tokenizer()
-    ids = [prompt.ids(tokenizer, raw=options.raw) for prompt in prompts]
+    chat = ChatSpans(tokenizer)
+    ids = [prompt.ids(chat, raw=options.raw) for prompt in prompts]
     longest = max(map(len, ids)) + options.max_new_tokens
     made_for = source.made_for()
     if made_for is not None and longest > made_for:

@@ -107,6 +107,14 @@ def test_kill_at_every_point_of_a_save(inputs, reference, tmp_path):
         assert_as_uninterrupted(output, reference)
 
 
+def test_a_signal_in_the_last_step_leaves_the_result_to_the_next_start(inputs, tmp_path):
+    config = make_config(inputs, tmp_path)
+    stopped = Trainer(config, callbacks=[Signal(9, signal.SIGTERM)]).train()
+    assert (stopped.step, stopped.finished, stopped.result_dir) == (10, False, None)
+    result = Trainer(config).train()
+    assert (result.finished, result.result_dir) == (True, tmp_path / "adapter")
+
+
 class Signal(Callback):
     """Sends signals to the process after a step."""
 

@@ -41,6 +41,9 @@ def test_a_finished_run_is_left_as_it_is(inputs, tmp_path, capsys):
     assert "already finished at step 10" in shown
     assert "going on from" not in shown
     assert shown.count("wrote ") == 1
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != ".lock"}
+    assert train(replace(config, data=replace(config.data, eval=(str(inputs / "eval.jsonl"),)))) == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != ".lock"} == files
     (first.result_dir / "README.md").touch()
     train(config)
     assert (first.result_dir / "README.md").exists()
@@ -135,7 +138,29 @@ def test_a_damaged_checkpoint_is_refused(inputs, tmp_path):
     assert_same_outcome(outcome(tmp_path, 4), expected)
 
 
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_result_without_checkpoints_is_not_replaced(inputs, tmp_path, kind):
+    config = make_config(inputs, tmp_path, kind, max_steps=2)
+    result = train(config).result_dir
+    before = {path.name: path.read_bytes() for path in result.iterdir()}
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match=f"{result} is the result of a run whose checkpoints are gone"):
+        train(config)
+    assert {path.name: path.read_bytes() for path in result.iterdir()} == before
+
+
 # ---- the folder ----
+
+
+def test_bad_rows_leave_no_new_folder_behind(inputs, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}]}')
+    (tmp_path / "old" / "checkpoints").mkdir(parents=True)
+    for folder in ("new/nested/run", "old"):
+        with pytest.raises(ValueError, match="asistant"):
+            train(make_config(inputs, tmp_path / folder, train=(str(rows),), cache_dir=None))
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "old" / "checkpoints").is_dir()
 
 
 def test_a_folder_in_use_is_refused(inputs, tmp_path):

@@ -174,12 +174,13 @@ class ChatSpans:
     """Finds the characters of trained turns in the rendering of a conversation.
 
     Attributes:
+        tokenizer: whose chat template renders.
         unended: trained turns found without an end token.
         shortened: trained turns found without their beginning or reasoning.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._traits: _Traits | None = None
         self._roles = set(USUAL_ROLES)
         self.unended = self.shortened = 0
@@ -191,28 +192,48 @@ class ChatSpans:
             ValueError: a role is unknown, the template refuses the conversation, leaves out its tools or tool calls, or
                 a turn cannot be told from the text around it.
         """
-        for index, message in enumerate(row.messages):
-            self._check_role(message["role"], index)
-        # Probed once, when the first conversation comes: rows of plain text need no template.
-        self._traits = self._traits or _probe(self._tokenizer)
-        messages = self._prepared(row, self._traits)
-        conversation = _Conversation(self._tokenizer, self._traits, messages, row.tools)
+        messages = self.checked(row.messages, row.tools)
+        assert self._traits is not None
+        conversation = _Conversation(self.tokenizer, self._traits, messages, row.tools)
         spans = [conversation.turn(index) for index, learned in enumerate(row.learned) if learned]
         text = conversation.text
         for earlier, later in zip(spans, spans[1:], strict=False):
             if later[0] < earlier[1]:
                 raise ValueError("the chat template mixes two assistant turns; the trained tokens cannot be told")
-        self.unended += sum(not text[:end].endswith(self._tokenizer.end_tokens) for _, end in spans)
+        self.unended += sum(not text[:end].endswith(self.tokenizer.end_tokens) for _, end in spans)
         learned = (message for message, learn in zip(messages, row.learned, strict=True) if learn)
         turns = zip(learned, spans, strict=True)
         self.shortened += sum(_is_shortened(message, text[start:end]) for message, (start, end) in turns)
         return text, spans
 
+    def checked(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+        """The messages as the template takes them.
+
+        Raises:
+            ValueError: a role is unknown, or the template leaves out tools or tool calls.
+        """
+        for index, message in enumerate(messages):
+            self._check_role(message["role"], index)
+        # Probed once, when the first conversation comes: rows of plain text need no template.
+        self._traits = self._traits or _probe(self.tokenizer)
+        if tools and not self._traits.shows_tools:
+            raise ValueError(
+                "the row has tools, which the chat template leaves out; name another with data.chat_template, or leave "
+                'them out with data.columns = {tools = ""}'
+            )
+        if not any(message.get("tool_calls") for message in messages):
+            return messages
+        if not self._traits.shows_calls:
+            raise ValueError(
+                "the row has tool calls, which the chat template leaves out; name another with data.chat_template"
+            )
+        return [_parsed_calls(message) for message in messages] if self._traits.parses_arguments else messages
+
     def _check_role(self, role: str, index: int) -> None:
         """Most templates leave out a turn whose role they do not know, or print the name as it is."""
         if role in self._roles:
             return
-        if not _names(self._tokenizer, role):
+        if not _names(self.tokenizer, role):
             known = ", ".join(USUAL_ROLES)
             near = difflib.get_close_matches(role.lower(), USUAL_ROLES, n=1)
             raise ValueError(
@@ -220,20 +241,6 @@ class ChatSpans:
                 f"not name; {f'did you mean {near[0]!r}?' if near else 'correct it'}"
             )
         self._roles.add(role)
-
-    def _prepared(self, row: ChatRow, traits: _Traits) -> list[Message]:
-        if row.tools and not traits.shows_tools:
-            raise ValueError(
-                "the row has tools, which the chat template leaves out; name another with data.chat_template, or leave "
-                'them out with data.columns = {tools = ""}'
-            )
-        if not any(message.get("tool_calls") for message in row.messages):
-            return row.messages
-        if not traits.shows_calls:
-            raise ValueError(
-                "the row has tool calls, which the chat template leaves out; name another with data.chat_template"
-            )
-        return [_parsed_calls(message) for message in row.messages] if traits.parses_arguments else row.messages
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from gapless.data.sources import open_rows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gapless.data.tokenizer import Tokenizer
+    from gapless.data.chat import ChatSpans
     from gapless.inference.generate import Completion
 
 _ANSWERS: dict[Format, str] = {"prompt_completion": "completion", "alpaca": "output"}
@@ -37,11 +37,11 @@ class Prompt:
     reference: Any = None
     """The row's own answer; None if it has none."""
 
-    def ids(self, tokenizer: Tokenizer, *, raw: bool) -> list[int]:
+    def ids(self, chat: ChatSpans, *, raw: bool) -> list[int]:
         """The prompt's tokens.
 
         Args:
-            tokenizer: with a chat template, unless `raw`.
+            chat: of the tokenizer, which needs a chat template unless `raw`.
             raw: the text is to be continued; else it is what the user says.
 
         Raises:
@@ -52,7 +52,7 @@ class Prompt:
                 raise ValueError(
                     f"{self.where}: the row has no `prompt` or `text` of plain text, which --raw continues"
                 )
-            ids = [*tokenizer.prefix_ids, *tokenizer.encode(self.content)]
+            ids = [*chat.tokenizer.prefix_ids, *chat.tokenizer.encode(self.content)]
             if not ids:
                 raise ValueError(f"{self.where}: the text has no tokens")
             return ids
@@ -62,9 +62,9 @@ class Prompt:
         if not messages:
             raise ValueError(f"{self.where}: no message is left to answer")
         try:
-            return tokenizer.chat_ids(messages, tools=self.tools)
+            return chat.tokenizer.chat_ids(chat.checked(messages, self.tools), tools=self.tools)
         except ValueError as error:
-            raise ValueError(f"{self.where}: {error}") from error
+            raise ValueError(f"{self.where}: {_for_options(error)}") from error
 
     def answered(self, completion: Completion) -> dict[str, Any]:
         """The row with its answer; a `completion` of its own, or the answer it was read with, is the `reference`."""
@@ -92,9 +92,13 @@ def read_prompts(file: str, *, format: Format | Literal["auto"], columns: Mappin
         try:
             prompts.append(_prompt(row, where, format, columns))
         except ValueError as error:
-            message = str(error).replace("data.format", "--format").replace("data.columns", "--columns")
-            raise ValueError(f"{where}: {message}") from error
+            raise ValueError(f"{where}: {_for_options(error)}") from error
     return prompts
+
+
+def _for_options(error: ValueError) -> str:
+    """The message of an error with the names of options in place of those of a run file."""
+    return str(error).replace("data.format", "--format").replace("data.columns", "--columns")
 
 
 def _prompt(row: dict[str, Any], where: str, format: Format | Literal["auto"], columns: Mapping[str, str]) -> Prompt:

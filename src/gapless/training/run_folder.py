@@ -15,6 +15,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,7 @@ FREE = {
 }
 """Settings that may change when a run goes on: no number of the training follows from them."""
 
+RUN_FILE = "config.toml"
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -56,10 +58,13 @@ _SAMPLE_BYTES = 4096
 def open_run_folder(config: RunConfig) -> Generator[Path]:
     """The run folder, made if missing, free of half-written files, and locked while entered.
 
+    A folder made here goes again if the run is refused before its run file was written.
+
     Raises:
         ValueError: it cannot be written, another process trains in it, or it has checkpoints and resume is "never".
     """
     folder = Path(config.training.output_dir)
+    made = next((path for path in reversed([folder, *folder.parents]) if not path.exists()), None)
     with files.writing(folder):
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
@@ -73,17 +78,29 @@ def open_run_folder(config: RunConfig) -> Generator[Path]:
                 ) from error
             files.clear_temporary(folder)
             files.clear_temporary(folder / "checkpoints")
-        yield folder
+        try:
+            yield folder
+        except (ValueError, OSError):
+            if made is not None and not (folder / RUN_FILE).exists():
+                shutil.rmtree(made)
+            raise
 
 
 def open_checkpoint_to_resume(config: RunConfig, now: dict[str, Any], folder: Path) -> Checkpoint | None:
     """The newest checkpoint of the run, if this is how the run begins; `now` are its `settings`.
 
     Raises:
-        ValueError: there is one although resume is "never", it is damaged, or it belongs to other settings.
+        ValueError: there is one although resume is "never", it is damaged, or it belongs to other settings; or there is
+            none and the folder has a result.
     """
     checkpoint = open_newest(folder / "checkpoints")
     if checkpoint is None:
+        for name in ("adapter", "model"):
+            if (folder / name).exists():
+                raise ValueError(
+                    f"{folder / name} is the result of a run whose checkpoints are gone; name another "
+                    "training.output_dir, or move it away"
+                )
         return None
     if config.training.resume == "never":
         raise ValueError(

@@ -152,7 +152,11 @@ class Trainer:
             self._check()
             self._folder = self._opened.enter_context(run_folder.open_run_folder(self.config))
             self._display = self._opened.enter_context(closing(make_display()))
-            self._prepare()
+            checkpoint = self._prepare()
+            if self._result is not None and self.step == self.total_steps:
+                self._display.message(f"already finished at step {self.step}; the result is {self._result}")
+                return self._train_result(self._result)
+            self._begin(checkpoint)
             with self._signals:
                 self._loop()
             return self._finish()
@@ -168,7 +172,8 @@ class Trainer:
         setup.build_model(self.config, self.tokenizer, torch.device("meta"))
         self._rows = setup.open_data(self.config, self._train_rows, self._eval_rows)
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> Checkpoint | None:
+        """Everything as the newest checkpoint, which is returned, left it; nothing in the folder is changed."""
         checkpoint = run_folder.open_checkpoint_to_resume(self.config, self._settings, self._folder)
         self._base = run_folder.base_identity(self.config.model.path)
         if checkpoint:
@@ -182,7 +187,10 @@ class Trainer:
         self._build(train_store)
         if checkpoint:
             self._restore(checkpoint)
-        # Not before: a run that is refused leaves the folder's run file as it was.
+        return checkpoint
+
+    def _begin(self, checkpoint: Checkpoint | None) -> None:
+        """Open the logs, once nothing can be refused any more."""
         run_folder.write_resolved(self.config, self._folder)
         state = checkpoint.state if checkpoint else {"seconds": 0.0, "wandb_id": None}
         self._clock = Clock(state["seconds"])
@@ -219,10 +227,7 @@ class Trainer:
         if note := setup.length_note(self.config):
             self._display.message(note)
         if checkpoint:
-            done = self.step == self.total_steps
-            self._display.message(
-                f"already finished at step {self.step}" if done else f"going on from {checkpoint.path}"
-            )
+            self._display.message(f"going on from {checkpoint.path}")
         for callback in self._callbacks:
             callback.on_train_begin(self)
 
@@ -381,28 +386,29 @@ class Trainer:
 
     def _finish(self) -> TrainResult:
         self._log.draw()
-        result_dir = None
         if self._signals.received:
             self._display.message(
                 f"stopped by {self._signals.received} after step {self.step} of {self.total_steps}, saved in "
                 f"{self._folder}; run the same command again to go on"
             )
-        else:
-            result_dir = self._result
-            if result_dir is None:
-                result_dir = write_result(self.model, self.tokenizer, self.config, self._folder)
-                self._display.message(f"wrote {result_dir}")
+            return self._train_result(None)
+        result_dir = self._result
+        if result_dir is None:
+            result_dir = write_result(self.model, self.tokenizer, self.config, self._folder)
+            self._display.message(f"wrote {result_dir}")
+        result = self._train_result(result_dir)
+        for callback in self._callbacks:
+            callback.on_train_end(self, result)
+        return result
+
+    def _train_result(self, result_dir: Path | None) -> TrainResult:
         totals = self._totals
-        result = TrainResult(
+        return TrainResult(
             step=self.step,
-            finished=self.step == self.total_steps,
+            finished=self.step == self.total_steps and result_dir is not None,
             train_loss=totals.loss_sum / totals.trained_tokens if totals.trained_tokens else None,
             eval_loss=totals.eval_loss,
             output_dir=self._folder,
             result_dir=result_dir,
             stopped_by=self._signals.received,
         )
-        if not self._signals.received:
-            for callback in self._callbacks:
-                callback.on_train_end(self, result)
-        return result
