@@ -154,9 +154,11 @@ def test_special_tokens_as_objects(tmp_path):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stored}))
         tokenizer = Tokenizer.from_folder(tmp_path)
         assert [tokenizer.token(index) for index in tokenizer.eos_ids] == ends
-        names = [tokenizer.token(index) for index in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)]
-        assert names == ["<|begin_of_text|>", "<|eot_id|>", "<|pad|>"]
+        names = [tokenizer.token(index) for index in (tokenizer.bos_id, tokenizer.eos_id)]
+        assert names == ["<|begin_of_text|>", "<|eot_id|>"]
     assert tokenizer.render([ASK]) == oracle(tmp_path).apply_chat_template([ASK], tokenize=False)
+    (tmp_path / "pad.jinja").write_text("{{ pad_token }}")
+    assert Tokenizer.from_folder(tmp_path, tmp_path / "pad.jinja").render([ASK]) == "<|pad|>"
 
 
 @pytest.mark.parametrize("template", [3, {"default": "x"}, [{"name": "default"}], ["x"]], ids=str)

@@ -49,7 +49,7 @@ class Tokenizer:
         eos_id: the token that ends a text, None if the folder names none.
         eos_ids: every token that ends an answer: of generation_config.json, tokenizer_config.json, and the one with
             which the chat template closes an assistant turn.
-        bos_id, pad_id: None if the folder names none.
+        bos_id: None if the folder names none.
         chat_templates: template sources by name; "default" is the usual one, "tool_use" is taken when there are tools.
     """
 
@@ -159,11 +159,6 @@ class Tokenizer:
         return self._special_id("bos_token")
 
     @cached_property
-    def pad_id(self) -> int | None:
-        """The padding token."""
-        return self._special_id("pad_token")
-
-    @cached_property
     def eos_id(self) -> int | None:
         """The token that ends a text."""
         named = self._special_id("eos_token")
@@ -179,7 +174,7 @@ class Tokenizer:
     def unlisted_end(self) -> str | None:
         """The token that closes a turn of the chat template, if other tools will not stop there: no file lists it."""
         listed = _generation_eos(self.generation_config)
-        return None if self._turn_end is None or self._turn_end in listed else self._fast.id_to_token(self._turn_end)
+        return None if self._turn_end is None or self._turn_end in listed else self.token(self._turn_end)
 
     @cached_property
     def end_tokens(self) -> tuple[str, ...]:

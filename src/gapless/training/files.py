@@ -5,14 +5,11 @@ Names that begin with `.tmp-` are work in progress. A killed process leaves them
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-
-from safetensors import SafetensorError
 
 TEMPORARY = ".tmp-"
 _ASIDE = f"{TEMPORARY}old-"
@@ -81,11 +78,6 @@ def write_text(path: Path, text: str) -> None:
     publish(path)
 
 
-def write_json(path: Path, value: object) -> None:
-    """Replace a JSON file as a whole."""
-    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
-
-
 @contextmanager
 def writing(path: Path) -> Generator[None]:
     """Turn a failed write (disk full, no permission) into one line.
@@ -95,6 +87,7 @@ def writing(path: Path) -> Generator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise ValueError(f"cannot write {path}: {reason}; put that right and run the same command again") from error
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {path}: {error.strerror or error}; put that right and run the same command again"
+        ) from error
