@@ -1,0 +1,117 @@
+"""Groups of gloo processes that run one function after the other, forked once from a process that has imported torch.
+
+`run(world, function, *args)` gives every rank's result. Each call has a process group of its own, so that a case that
+fails leaves nothing behind for the next; processes that hang, die or raise are replaced.
+"""
+
+import atexit
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from multiprocessing import connection, forkserver
+from pathlib import Path
+
+import torch
+import torch._dynamo  # loaded on the first use of some operations: once here instead of in every child
+import torch.distributed as dist
+
+TIMEOUT = 60.0
+"""Seconds that a case may take; its collectives wait for half of that."""
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_groups: dict[int, list[tuple[multiprocessing.Process, connection.Connection]]] = {}
+
+
+class RankError(AssertionError):
+    """A rank raised; the text is its traceback."""
+
+
+def run(world, function, *args, timeout=TIMEOUT):
+    """Call function(rank, world, *args) in `world` processes of one gloo group; returns their results by rank."""
+    members = _groups.pop(world, None) or _start(world)
+    rendezvous = Path(tempfile.mkdtemp(prefix="gapless-"), "group")
+    for rank, (_, pipe) in enumerate(members):
+        pipe.send((rank, world, str(rendezvous), function, args, timeout))
+    try:
+        results = _collect(members, timeout)
+    except BaseException:
+        _stop(members)
+        raise
+    _groups[world] = members
+    return results
+
+
+def _collect(members, timeout):
+    results, waiting = {}, {pipe: rank for rank, (_, pipe) in enumerate(members)}
+    failed = None
+    while waiting:
+        ready = connection.wait(list(waiting), timeout if failed is None else 5.0)
+        if not ready:
+            raise RankError(failed or f"ranks {sorted(waiting.values())} did not answer within {timeout} s")
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                good, value = pipe.recv()
+            except EOFError:
+                good, value = False, f"rank {rank} died"
+            if good:
+                results[rank] = value
+            elif failed is None or "Connection" in failed:
+                failed = f"rank {rank}:\n{value}"
+    if failed is not None:
+        raise RankError(failed)
+    return [results[rank] for rank in range(len(members))]
+
+
+def _start(world):
+    if not forkserver._forkserver._forkserver_pid:
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        _CONTEXT.set_forkserver_preload(["pool"])
+    members = []
+    for _ in range(world):
+        ours, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        members.append((process, ours))
+    return members
+
+
+def _stop(members):
+    for process, pipe in members:
+        pipe.close()
+        process.kill()
+    for process, _ in members:
+        process.join()
+
+
+@atexit.register
+def stop_all():
+    """End all processes."""
+    while _groups:
+        _stop(_groups.popitem()[1])
+
+
+def _serve(pipe):
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world, rendezvous, function, args, timeout = pipe.recv()
+        except EOFError:
+            return
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout / 2),
+        )
+        try:
+            pipe.send((True, function(rank, world, *args)))
+        except BaseException:  # noqa: BLE001 - everything is the parent's to judge
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            dist.destroy_process_group()
