@@ -132,7 +132,7 @@ def test_all_problems_at_once(tmp_path):
         'model.dtype: must be one of "bf16", "fp32", not the string "fp16"',
         'data.max_length: must be an integer, not the string "512"',
         "optim.r: unknown key; perhaps you meant adapter.r",
-        "loging: unknown section; perhaps you meant logging; there are model, data, training, adapter, optim, logging",
+        "loging: unknown section; perhaps you meant logging; there are model, data, training, adapter, optim, parallel, logging",
         "training.output_dir: is missing; name the run folder",
         "optim.warmup_ratio: must be at least 0 and at most 1, not 2.0",
     ]
@@ -151,6 +151,18 @@ REFUSED = [
     ("[adapter]\ntarget_modules = 3", "adapter.target_modules: must be a list of strings, not 3"),
     ("[adapter]\ntarget_modules = [3]", "adapter.target_modules: must be a string, not 3"),
     ('[adapter]\ntype = "none"\nr = 16', 'adapter.r: has no effect because adapter.type = "none" trains all weights'),
+    ("[parallel]\ntp_size = 0", "parallel.tp_size: must be at least 1, not 0"),
+    ("[parallel]\ndp_shard_size = 2\nzero_stage = 4", "parallel.zero_stage: must be at least 1 and at most 3, not 4"),
+    ("[parallel]\nzero_stage = 2", "parallel.zero_stage: has no effect because parallel.dp_shard_size is 1"),
+    ('[parallel]\npp_schedule = "gpipe"', "parallel.pp_schedule: has no effect because parallel.pp_size is 1"),
+    (
+        "[parallel]\nsequence_parallel = false",
+        "parallel.sequence_parallel: has no effect because parallel.tp_size is 1",
+    ),
+    (
+        '[parallel]\ntp_size = 2\n[logging]\nsample_prompts = ["Hi"]',
+        "logging.sample_prompts: cannot be answered while layers are cut",
+    ),
     ("[optim]\npure_bf16 = true", "optim.pure_bf16: needs full fine-tuning"),
     ('dtype = "fp32"\n[adapter]\ntype = "none"\n[optim]\npure_bf16 = true', "optim.pure_bf16: contradicts model.dtype"),
     ("[optim]\nwarmup_steps = 3\nwarmup_ratio = 0.1", "optim.warmup_ratio: contradicts optim.warmup_steps"),
@@ -413,6 +425,12 @@ def configs(draw: st.DrawFn) -> RunConfig:
     if drawn["training.output_dir"] == drawn["model.path"]:
         drawn["training.output_dir"] += "-run"
     reset(not drawn["data.packing"], "data.packing_window", "data.max_documents")
+    cut = drawn["parallel.tp_size"] > 1 or drawn["parallel.pp_size"] > 1
+    reset(cut, "logging.sample_prompts")
+    reset(drawn["parallel.dp_shard_size"] == 1, "parallel.zero_stage", "parallel.shard_frozen")
+    reset(full, "parallel.shard_frozen")
+    reset(drawn["parallel.tp_size"] == 1, "parallel.sequence_parallel")
+    reset(drawn["parallel.pp_size"] == 1, "parallel.pp_schedule")
     reset(not drawn["logging.sample_prompts"], "logging.sample_tokens")
     reset(not drawn["data.eval"], "training.per_device_eval_batch_size")
     reset(not drawn["data.eval"] and not drawn["logging.sample_prompts"], "training.eval_steps")

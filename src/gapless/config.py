@@ -127,12 +127,38 @@ class TrainingConfig:
     """Write a checkpoint every so many steps; by default only at the end."""
     save_total_limit: int | None = 2
     """Keep only the newest checkpoints; "none" keeps all."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written; takes host memory for a copy of it."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest checkpoint in output_dir; never: refuse an output_dir that has one."""
     seed: int = 42
     """Seed of the order of rows, new weights and dropout."""
     deterministic: bool = True
     """Same seed, same bits; false may be faster."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class ParallelConfig:
+    """How the processes that torchrun starts share the work; the numbers of the training are the same in every layout."""
+
+    dp_replicate_size: int | None = None
+    """Replicas that train on different rows; by default as many as there are ranks for."""
+    dp_shard_size: int = 1
+    """Ranks that also train on different rows and keep a shard of the weights and optimizer state each (FSDP2)."""
+    tp_size: int = 1
+    """Ranks that share every layer (tensor parallel); divides the kv heads."""
+    pp_size: int = 1
+    """Ranks with a range of layers each (pipeline parallel); at most gradient_accumulation_steps."""
+    zero_stage: int = 3
+    """What dp_shard_size shards: 1 optimizer state, 2 gradients too, 3 weights too."""
+    shard_frozen: bool = True
+    """Shard frozen weights too (LoRA); false keeps them whole on every rank, which saves gathering them."""
+    sequence_parallel: bool = True
+    """With tp_size: also share the norms and the residual stream, by tokens."""
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of the micro-batches in the pipeline; the last two give each rank two ranges of layers."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others in a collective before the job ends."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -158,4 +184,5 @@ class RunConfig:
     training: TrainingConfig
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -72,6 +72,12 @@ ALIASES: dict[str, str] = {
     "num_epochs": "training.num_train_epochs",
     "epochs": "training.num_train_epochs",
     "micro_batch_size": "training.per_device_train_batch_size",
+    "tensor_parallel_size": "parallel.tp_size",
+    "tensor_parallel_degree": "parallel.tp_size",
+    "pipeline_parallel_size": "parallel.pp_size",
+    "pipeline_parallel_degree": "parallel.pp_size",
+    "data_parallel_shard_degree": "parallel.dp_shard_size",
+    "data_parallel_replicate_degree": "parallel.dp_replicate_size",
     "eval_batch_size": "training.per_device_eval_batch_size",
 }
 """Names of other tools."""
@@ -131,6 +137,12 @@ RANGES: dict[str, Range] = {
     "training.save_steps": _COUNT,
     "training.save_total_limit": _COUNT,
     "training.seed": Range(0, 2**31 - 1),
+    "parallel.dp_replicate_size": _COUNT,
+    "parallel.dp_shard_size": _COUNT,
+    "parallel.tp_size": _COUNT,
+    "parallel.pp_size": _COUNT,
+    "parallel.zero_stage": Range(1, 3),
+    "parallel.timeout": Range(0, open_low=True),
     "logging.logging_steps": _COUNT,
     "logging.sample_tokens": _COUNT,
 }
@@ -414,6 +426,12 @@ def _problems(
     folders = (config.model.path, config.training.output_dir)
     if all(folders) and os.path.realpath(folders[0]) == os.path.realpath(folders[1]):
         yield "training.output_dir", "is the model's folder (model.path), which stays as it is; name another one"
+    if config.logging.sample_prompts and (config.parallel.tp_size > 1 or config.parallel.pp_size > 1):
+        yield (
+            "logging.sample_prompts",
+            "cannot be answered while layers are cut by parallel.tp_size or parallel.pp_size; remove them and ask the "
+            "result with `gapless generate`",
+        )
     if config.optim.pure_bf16 and config.adapter.type == "lora":
         yield "optim.pure_bf16", 'needs full fine-tuning (adapter.type = "none"); adapters are trained in float32'
     if config.optim.pure_bf16 and config.model.dtype == "fp32":
@@ -447,6 +465,15 @@ def _unused(config: RunConfig, *, eval_rows: bool = False) -> Iterator[tuple[str
         yield "training.eval_steps", "there are neither data.eval nor logging.sample_prompts"
     if not config.logging.sample_prompts:
         yield "logging.sample_tokens", "there are no logging.sample_prompts"
+    if config.parallel.dp_shard_size == 1:
+        yield "parallel.zero_stage", "parallel.dp_shard_size is 1"
+        yield "parallel.shard_frozen", "parallel.dp_shard_size is 1"
+    elif config.adapter.type == "none":
+        yield "parallel.shard_frozen", 'adapter.type = "none" leaves nothing frozen'
+    if config.parallel.tp_size == 1:
+        yield "parallel.sequence_parallel", "parallel.tp_size is 1"
+    if config.parallel.pp_size == 1:
+        yield "parallel.pp_schedule", "parallel.pp_size is 1"
 
 
 def _typed(config: RunConfig) -> tuple[RunConfig, list[str]]:
