@@ -139,7 +139,7 @@ class TrainingConfig:
 
 @dataclass(kw_only=True, frozen=True)
 class ParallelConfig:
-    """How the processes that torchrun starts share the work; the numbers of the training are the same in every layout."""
+    """How the processes that torchrun starts share the work; the numbers are the same in every layout."""
 
     dp_replicate_size: int | None = None
     """Replicas that train on different rows; by default as many as there are ranks for."""

@@ -169,7 +169,7 @@ def broken(folder, change):
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(48).to(torch.float8_e4m3fn)}),
-            r"model.norm.weight is quantised \(torch.float8_e4m3fn\); only float16",
+            r"model.norm.weight is quantised \(F8_E4M3\); only float16",
         ),
     ],
     ids=["missing", "missing-head", "unexpected", "misshaped", "quantised"],

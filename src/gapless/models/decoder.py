@@ -15,7 +15,7 @@ from gapless.kernels.cross_entropy import linear_cross_entropy
 from gapless.kernels.rope import RotaryTable, rotary_table
 from gapless.models.attention import Attention, KeyValueCache
 from gapless.models.config import DecoderConfig
-from gapless.models.linear import Linear, plain_linear, random_weight
+from gapless.models.linear import Cut, Linear, plain_linear, random_weight
 from gapless.models.mlp import MLP
 from gapless.models.norm import RMSNorm
 from gapless.models.rotary import rotary_frequencies
@@ -23,6 +23,9 @@ from gapless.models.rotary import rotary_frequencies
 
 class Embedding(nn.Module):
     """Rows of a table."""
+
+    cut: Cut | None = None
+    """Which rows of a larger table they are."""
 
     def __init__(self, vocab: int, hidden: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__()
@@ -64,6 +67,8 @@ class Decoder(nn.Module):
     norm: RMSNorm | None
     head: Linear | None
     rotary_frequencies: torch.Tensor
+    dtype: torch.dtype
+    """Of weights and activations."""
 
     def __init__(
         self,
@@ -80,7 +85,7 @@ class Decoder(nn.Module):
             device: of the weights; "meta" allocates nothing.
         """
         super().__init__()
-        self.config = config
+        self.config, self.dtype = config, dtype
         self.embed = Embedding(config.vocab, config.hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleDict(
             {str(layer): DecoderLayer(config, layer, dtype=dtype, device=device) for layer in range(config.layers)}
@@ -119,8 +124,11 @@ class Decoder(nn.Module):
 
     def loss(self, batch: PackedBatch) -> torch.Tensor:
         """Sum of the losses of the micro-batch's trained tokens, 0-d float32; the caller divides by N."""
+        return self.head_loss(*self.trained_hidden(batch))
+
+    def head_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Sum of the losses of hidden states [M, H] on labels [M]; -100 counts nothing."""
         assert self.head is not None
-        hidden, labels = self.trained_hidden(batch)
         return linear_cross_entropy(hidden, self.head.dequantize(), labels)
 
     def trained_hidden(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +136,10 @@ class Decoder(nn.Module):
 
         M is the size of the batch's bucket; the rows that fill it up have label -100.
         """
-        hidden = self(batch.tokens, batch.segments)
+        return self.select_trained(self(batch.tokens, batch.segments), batch)
+
+    def select_trained(self, hidden: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """`trained_hidden` of a forward that has been: hidden [T, H] -> [M, H] and labels [M]."""
         # The rows that fill up become the stream's last token, which has nothing to predict.
         rows = batch.trained.clamp(max=batch.segments.tokens - 1)
         return hidden.index_select(0, rows), batch.labels.index_select(0, rows)

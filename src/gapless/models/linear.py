@@ -37,6 +37,16 @@ class Part:
         return math.prod(leading) // leading[self.dim] * self.length
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Which piece of a larger layer a layer is: the entries from `start` on of `total`."""
+
+    dim: int
+    """0: of the output, along `Linear.shard_dim` (of an embedding: along its rows); 1: of the input."""
+    start: int
+    total: int
+
+
 class Linear(nn.Module):
     """The protocol of a linear layer; subclasses store the weight and implement the methods below."""
 
@@ -46,6 +56,8 @@ class Linear(nn.Module):
     parts: tuple[Part, ...]
     shard_dim: int
     """Leading dimension along which tensor parallelism may cut the output."""
+    cut: Cut | None = None
+    """Of a layer that `shard` returned."""
 
     @property
     def out_features(self) -> int:
@@ -74,6 +86,10 @@ class Linear(nn.Module):
 
     def base_layer(self) -> Linear:
         """The layer that stores the model's own weight; a wrapper (an adapter) returns that of what it wraps."""
+        return self
+
+    def local_layer(self) -> Linear:
+        """The layer itself; a wrapper that only adds communication returns what it wraps."""
         return self
 
 
@@ -130,9 +146,11 @@ class DenseLinear(Linear):
         else:
             in_features = piece
         bias = self.bias is not None and (dim == 0 or rank == 0)
+        assert self.cut is None, "a piece is not cut again"
         shard = DenseLinear(
             in_features, leading, parts, bias=bias, shard_dim=self.shard_dim, dtype=self.weight.dtype, device="meta"
         )
+        shard.cut = Cut(dim, rank * piece, size)
         axis = self.shard_dim if dim == 0 else -1
         shard.weight = _copied(self.weight.narrow(axis, rank * piece, piece), self.weight)
         if shard.bias is not None:

@@ -1,15 +1,13 @@
 """Hugging Face safetensors in and out, one tensor at a time.
 
-Files keep Hugging Face's names and shapes; `TensorView` is the one adapter between them and the fused parameters. It
-fits anything shaped like a parameter: the weight, its gradient, an optimizer's moment.
+Files keep Hugging Face's names and shapes; `gapless.models.views` says where their tensors live in the model.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,96 +16,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from gapless.models.decoder import Decoder, DecoderLayer, Embedding
+from gapless.models.decoder import Decoder
 from gapless.models.families import decoder_config, names
-from gapless.models.linear import DenseLinear, Linear, Part
-from gapless.models.norm import RMSNorm
+from gapless.models.views import EMBED_WEIGHT, HEAD_WEIGHT, TensorView, hf_views
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EMBED_WEIGHT, HEAD_WEIGHT = f"{names.EMBED}.weight", f"{names.HEAD}.weight"
-
-
-@dataclass(frozen=True)
-class TensorView:
-    """Where a tensor of a Hugging Face file lives in the model."""
-
-    name: str
-    """Its name in the file, for instance "model.layers.0.self_attn.q_proj.weight"."""
-    parameter: nn.Parameter
-    parameter_name: str
-    """Dotted name of the parameter in the model."""
-    shape: tuple[int, ...]
-    """Its shape in the file."""
-    part: Part | None = None
-    """The part of a fused parameter; None for the whole."""
-
-    def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements that belong to the file's tensor, in any tensor shaped like the parameter (not `shape`)."""
-        return tensor if self.part is None else self.part.select(tensor)
-
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same as a contiguous copy in the file's shape, detached."""
-        return self.view(tensor.detach()).clone(memory_format=torch.contiguous_format).view(self.shape)
-
-    def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy a value in the file's shape into a tensor shaped like the parameter, converting dtype and device."""
-        target = self.view(tensor.detach())
-        target.copy_(value.view(target.shape))
-
-
-def hf_views(model: Decoder) -> Iterator[TensorView]:
-    """Every weight of the base model under its Hugging Face name, a tied head not repeated.
-
-    Weights that adapters added are not among them; layers an adapter wraps are seen through.
-    """
-    parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, parameter, part, shape in _weights(model):
-        yield TensorView(name, parameter, parameter_names[id(parameter)], shape, part)
-
-
-_Weight = tuple[str, nn.Parameter, Part | None, tuple[int, ...]]
-
-
-def _weights(model: Decoder) -> Iterator[_Weight]:
-    if model.embed is not None:
-        yield _whole(names.EMBED, model.embed)
-    for index, layer in model.layers.items():
-        assert isinstance(layer, DecoderLayer)
-        for name, parameter, part, shape in _layer_weights(layer):
-            yield f"{names.layer_name(index)}.{name}", parameter, part, shape
-    if model.norm is not None:
-        yield _whole(names.NORM, model.norm)
-    if model.head is not None and not model.config.tied:
-        yield from _parts(model.head)
-
-
-def _layer_weights(layer: DecoderLayer) -> Iterator[_Weight]:
-    attention, mlp = layer.attention, layer.mlp
-    yield _whole(names.ATTENTION_NORM, layer.attention_norm)
-    yield from _parts(attention.qkv, f"{names.ATTENTION}.")
-    if attention.q_norm is not None and attention.k_norm is not None:
-        yield _whole(names.Q_NORM, attention.q_norm)
-        yield _whole(names.K_NORM, attention.k_norm)
-    yield from _parts(attention.out, f"{names.ATTENTION}.")
-    yield _whole(names.MLP_NORM, layer.mlp_norm)
-    yield from _parts(mlp.gate_up, f"{names.MLP}.")
-    yield from _parts(mlp.down, f"{names.MLP}.")
-
-
-def _whole(name: str, module: RMSNorm | Embedding) -> _Weight:
-    return f"{name}.weight", module.weight, None, tuple(module.weight.shape)
-
-
-def _parts(linear: Linear, prefix: str = "") -> Iterator[_Weight]:
-    base = linear.base_layer()
-    assert isinstance(base, DenseLinear)
-    for part in base.parts:
-        features = part.features(base.leading)
-        yield f"{prefix}{part.name}.weight", base.weight, part, (features, base.in_features)
-        if base.bias is not None:
-            yield f"{prefix}{part.name}.bias", base.bias, part, (features,)
+STORED_DTYPES = ("F32", "BF16", "F16")
+_COMPARED_ROWS = 4096
 
 
 # ---- reading ----
@@ -133,40 +49,128 @@ def load_weights(
             readable, by name.
         FileNotFoundError: no such file.
     """
-    folder = Path(path)
-    config = decoder_config(read_json(folder / "config.json"), max_length)
-    model = Decoder(config, dtype=dtype, device="meta")
-    _materialise(model, device)
-    views = {view.name: view for view in hf_views(model)}
-    missing = set(views)
-    if config.tied:
-        views[HEAD_WEIGHT] = views[EMBED_WEIGHT]
-    with torch.no_grad():
-        for name, tensor, file in _stored_tensors(folder):
-            if not names.is_computed(name):
-                _load(name, tensor, file, views, missing)
-    if missing:
-        raise ValueError(f"{folder}: {len(missing)} weights are missing: {_listed(missing)}")
+    model = meta_decoder(path, dtype=dtype, max_length=max_length)
+    stored = StoredWeights(path)
+    stored.check(model)
+    if torch.device(device).type != "meta":
+        materialise(model, device)
+        model.rotary_frequencies = model.rotary_frequencies.to(device)
+        stored.fill(hf_views(model))
     return model
 
 
-def _load(name: str, tensor: torch.Tensor, file: Path, views: dict[str, TensorView], missing: set[str]) -> None:
-    """Put a stored tensor in its place, or refuse it."""
-    view = views.get(name)
-    if view is None:
-        raise ValueError(f"{file}: {name} is not a weight of the model that config.json describes")
-    if tuple(tensor.shape) != view.shape:
-        raise ValueError(f"{file}: {name} has shape {list(tensor.shape)}, config.json says {list(view.shape)}")
-    if tensor.dtype not in STORED_DTYPES:
-        raise ValueError(f"{file}: {name} is quantised ({tensor.dtype}); only float16, bfloat16 and float32 are read")
-    if view.name in missing:
-        view.write(view.parameter, tensor)
-        missing.discard(view.name)
-    elif not view.parameter.is_meta and not torch.equal(view.view(view.parameter), tensor.to(view.parameter)):
-        # Some tools store a tied head beside the embedding; only an equal one can be honoured.
-        raise ValueError(
-            f"{file}: {HEAD_WEIGHT} and {EMBED_WEIGHT} differ, but config.json has tie_word_embeddings = true"
+def meta_decoder(path: str | Path, *, dtype: torch.dtype, max_length: int | None = None) -> Decoder:
+    """The model that a folder's config.json describes, without memory for its weights.
+
+    Raises:
+        ValueError: a config that is not understood.
+        FileNotFoundError: there is none.
+    """
+    return Decoder(decoder_config(read_json(Path(path) / "config.json"), max_length), dtype=dtype, device="meta")
+
+
+def materialise(module: nn.Module, device: torch.device | str) -> None:
+    """Give every parameter on the meta device memory, parameters that are shared staying shared."""
+    real: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if not parameter.is_meta:
+                continue
+            if id(parameter) not in real:
+                real[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            setattr(owner, name, real[id(parameter)])
+
+
+class StoredWeights:
+    """The tensors in a Hugging Face folder's safetensors files; only what is asked for is read."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Open the files' headers.
+
+        Raises:
+            ValueError: a file is truncated or no safetensors file, a tensor is stored twice.
+            FileNotFoundError: no such file.
+        """
+        self._folder = Path(folder)
+        self._files: dict[str, Path] = {}
+        self._opened: dict[Path, Any] = {}
+        for file in _weight_files(self._folder):
+            try:
+                # The handle is a mapping of the file into memory; it closes with this object.
+                self._opened[file] = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
+            for name in self._opened[file].keys():  # noqa: SIM118 - not a mapping
+                if name in self._files:
+                    raise ValueError(
+                        f"{file}: {name} is in {self._files[name].name} too; fetch the model's files again"
+                    )
+                self._files[name] = file
+
+    def check(self, model: Decoder) -> None:
+        """Refuse files that are not the weights of a model.
+
+        Args:
+            model: whole, on any device, without adapters.
+
+        Raises:
+            ValueError: a tensor is missing, unexpected, of another shape or quantised, by name; a tied head is stored
+                and differs from the embedding.
+        """
+        views = {view.name: view for view in hf_views(model)}
+        missing = views.keys() - self._files.keys()
+        if model.config.tied:
+            views[HEAD_WEIGHT] = views[EMBED_WEIGHT]
+            if HEAD_WEIGHT in self._files:
+                missing -= {EMBED_WEIGHT}
+        for name, file in self._files.items():
+            if names.is_computed(name):
+                continue
+            stored = self._opened[file].get_slice(name)
+            if name not in views:
+                raise ValueError(f"{file}: {name} is not a weight of the model that config.json describes")
+            if tuple(stored.get_shape()) != views[name].shape:
+                raise ValueError(
+                    f"{file}: {name} has shape {stored.get_shape()}, config.json says {list(views[name].shape)}"
+                )
+            if stored.get_dtype() not in STORED_DTYPES:
+                raise ValueError(
+                    f"{file}: {name} is quantised ({stored.get_dtype()}); only float16, bfloat16 and float32 are read"
+                )
+        if missing:
+            raise ValueError(f"{self._folder}: {len(missing)} weights are missing: {_listed(missing)}")
+        if model.config.tied:
+            self._check_tied()
+
+    def _check_tied(self) -> None:
+        """Some tools store a tied head beside the embedding; only an equal one can be honoured."""
+        files = [self._files.get(name) for name in (HEAD_WEIGHT, EMBED_WEIGHT)]
+        if None in files:
+            return
+        head, embed = (
+            self._opened[file].get_slice(name) for file, name in zip(files, (HEAD_WEIGHT, EMBED_WEIGHT), strict=True)
         )
+        rows = head.get_shape()[0]
+        for start in range(0, rows, _COMPARED_ROWS):
+            pair = [stored[start : start + _COMPARED_ROWS].float() for stored in (head, embed)]
+            if not torch.equal(*pair):
+                raise ValueError(
+                    f"{files[0]}: {HEAD_WEIGHT} and {EMBED_WEIGHT} differ, but config.json has tie_word_embeddings = true"
+                )
+
+    def read(self, view: TensorView) -> torch.Tensor:
+        """The view's box of its tensor, as stored."""
+        # A tied weight may be stored as the head alone.
+        name = view.name if view.name in self._files or view.name != EMBED_WEIGHT else HEAD_WEIGHT
+        stored = self._opened[self._files[name]].get_slice(name)
+        return stored[tuple(slice(a, a + n) for a, n in zip(view.offset, view.shape, strict=True))]
+
+    @torch.no_grad()
+    def fill(self, views: Iterable[TensorView]) -> None:
+        """Read the views' boxes into their parameters, one at a time, in the order of the files."""
+        files = list(self._opened)
+        for view in sorted(views, key=lambda view: files.index(self._files.get(view.name, files[0]))):
+            view.write(view.local, self.read(view))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -182,28 +186,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object")
     return value
-
-
-def _materialise(model: Decoder, device: torch.device | str) -> None:
-    """Give every parameter on the meta device memory, parameters that are shared staying shared."""
-    real: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in real:
-                real[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-            setattr(module, name, real[id(parameter)])
-    model.rotary_frequencies = model.rotary_frequencies.to(device)
-
-
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor, Path]]:
-    """(name, tensor, file) of each tensor in the folder, one in memory at a time."""
-    for file in _weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as stored:
-                for name in stored.keys():  # noqa: SIM118 - not a mapping
-                    yield name, stored.get_tensor(name), file
-        except SafetensorError as error:
-            raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
 
 
 def _weight_files(folder: Path) -> list[Path]:
