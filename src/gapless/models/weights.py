@@ -144,18 +144,16 @@ class StoredWeights:
 
     def _check_tied(self) -> None:
         """Some tools store a tied head beside the embedding; only an equal one can be honoured."""
-        files = [self._files.get(name) for name in (HEAD_WEIGHT, EMBED_WEIGHT)]
-        if None in files:
+        if not self._files.keys() >= {HEAD_WEIGHT, EMBED_WEIGHT}:
             return
-        head, embed = (
-            self._opened[file].get_slice(name) for file, name in zip(files, (HEAD_WEIGHT, EMBED_WEIGHT), strict=True)
-        )
+        head, embed = (self._opened[self._files[name]].get_slice(name) for name in (HEAD_WEIGHT, EMBED_WEIGHT))
         rows = head.get_shape()[0]
         for start in range(0, rows, _COMPARED_ROWS):
             pair = [stored[start : start + _COMPARED_ROWS].float() for stored in (head, embed)]
             if not torch.equal(*pair):
                 raise ValueError(
-                    f"{files[0]}: {HEAD_WEIGHT} and {EMBED_WEIGHT} differ, but config.json has tie_word_embeddings = true"
+                    f"{self._files[HEAD_WEIGHT]}: {HEAD_WEIGHT} and {EMBED_WEIGHT} differ, but config.json has "
+                    "tie_word_embeddings = true"
                 )
 
     def read(self, view: TensorView) -> torch.Tensor:
