@@ -1,8 +1,10 @@
 import pytest
 import torch
+from pool import run
+from torch import distributed
 from torch.nn import functional
 
-from gapless.kernels.cross_entropy import _LinearCrossEntropy, linear_cross_entropy
+from gapless.kernels.cross_entropy import VocabularyShard, _LinearCrossEntropy, linear_cross_entropy
 
 
 def inputs(rows=13, hidden=8, vocab=29, dtype=torch.float32):
@@ -101,9 +103,46 @@ def test_rows_that_count_nothing_may_stay_in():
     """On a GPU they are not left out first; loss and gradients are the same."""
     x, weight, labels = inputs()
     left_out = linear_cross_entropy(x, weight, labels)
-    left_in = _LinearCrossEntropy.apply(x, weight, labels, 5)
+    left_in = _LinearCrossEntropy.apply(x, weight, labels, 5, None)
     torch.testing.assert_close(left_in, left_out)
     for kept, dropped in zip(
         torch.autograd.grad(left_in, (x, weight)), torch.autograd.grad(left_out, (x, weight)), strict=True
     ):
         torch.testing.assert_close(kept, dropped)
+
+
+def on_a_cut_vocabulary(rank, world):
+    """Loss and gradients for 29 rows of 15 and 14 on two ranks, with and without the rows that count nothing."""
+    x, weight, labels = inputs()
+    start = rank * 15
+    shard = VocabularyShard(start, distributed.group.WORLD)
+    piece = weight[start : start + 15].detach().requires_grad_()
+    with torch.no_grad():
+        results = [linear_cross_entropy(x, piece, labels, chunk_tokens=5, vocabulary=shard)]
+    for loss in (
+        linear_cross_entropy(x, piece, labels, chunk_tokens=5, vocabulary=shard),
+        _LinearCrossEntropy.apply(x, piece, labels, 4, shard),
+    ):
+        results.append([loss.detach(), *torch.autograd.grad(loss, (x, piece))])
+    extreme = linear_cross_entropy(x, piece.detach() * 1e4, labels, vocabulary=shard)
+    nothing = linear_cross_entropy(x, piece, torch.full_like(labels, -100), vocabulary=shard)
+    return [*results, extreme.detach(), nothing.detach()]
+
+
+def test_a_cut_vocabulary_gives_the_same():
+    x, weight, labels = inputs()
+    loss = linear_cross_entropy(x, weight, labels)
+    grad_x, grad_weight = torch.autograd.grad(loss, (x, weight))
+    extreme = linear_cross_entropy(x, weight.detach() * 1e4, labels).detach()
+    first, second = run(2, on_a_cut_vocabulary)
+    for mine, other in zip(first, second, strict=True):
+        if torch.is_tensor(mine):
+            assert torch.equal(mine, other)
+            continue
+        torch.testing.assert_close(mine[0], loss.detach())
+        assert torch.equal(mine[0], other[0])
+        torch.testing.assert_close(mine[1] + other[1], grad_x)
+        torch.testing.assert_close(torch.cat([mine[2], other[2]]), grad_weight)
+    torch.testing.assert_close(first[0], loss.detach())
+    torch.testing.assert_close(first[3], extreme)
+    assert first[4] == 0

@@ -105,3 +105,19 @@ def test_same_mask_in_any_layout():
 
     assert torch.equal(masks(8), masks(4))
     assert torch.equal(masks(8), masks(1))
+
+
+@pytest.mark.parametrize("cuts", [(4, 8), (5, 7), (1, 3, 2, 6), (11, 1)])
+def test_a_range_of_the_channels_has_the_whole_ones_mask(cuts):
+    """Whatever channel a piece of the input begins with: the bits do not depend on how the input is cut."""
+    whole = keep_mask(12, 0.5, counters(), layer=1, site=2)
+    x = torch.randn(6, 12)
+    out, first = [], 0
+    for channels in cuts:
+        piece = x[:, first : first + channels].clone().requires_grad_()
+        dropped = dropout(piece, 0.5, counters(), 1, 2, first)
+        dropped.sum().backward()
+        assert torch.equal(piece.grad != 0, whole[:, first : first + channels])
+        out.append(dropped)
+        first += channels
+    assert torch.equal(torch.cat(out, dim=1), dropout(x, 0.5, counters(), 1, 2))

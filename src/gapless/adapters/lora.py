@@ -23,10 +23,10 @@ from gapless.batch import DropoutCounters
 from gapless.config import AdapterConfig
 from gapless.kernels.dropout import dropout
 from gapless.kernels.lora import lora_update
-from gapless.models.decoder import Decoder
+from gapless.models.decoder import Decoder, Embedding
 from gapless.models.families import names
-from gapless.models.linear import Linear, Part
-from gapless.models.weights import TensorView
+from gapless.models.linear import Cut, DenseLinear, Linear, Part
+from gapless.models.views import TensorView, sharded_view
 
 ALL_LINEAR = "all-linear"
 PEFT_PREFIX = "base_model.model."
@@ -57,7 +57,7 @@ class LoraLinear(Linear):
         super().__init__()
         self.base = base
         self.in_features, self.leading, self.parts = base.in_features, base.leading, base.parts
-        self.shard_dim = base.shard_dim
+        self.shard_dim, self.cut = base.shard_dim, base.cut
         self.adapted = tuple(adapted)
         self.config, self.layer, self.site = config, layer, site
         self.r, self.dropout = config.r, config.lora_dropout
@@ -85,8 +85,13 @@ class LoraLinear(Linear):
         y = self.base(x, residual)
         if self.training and self.dropout:
             assert counters is not None, "dropout takes its bits from the batch: Segments.dropout"
-            x = dropout(x, self.dropout, counters, self.layer, self.site)
+            x = dropout(x, self.dropout, counters, self.layer, self.site, self.input_range[0])
         return lora_update(y, x, self.lora_a.to(x.dtype), self.placed_b(x.dtype), self.scale)
+
+    @property
+    def input_range(self) -> tuple[int, int]:
+        """First of the whole layer's inputs that this piece reads, and how many the whole layer has."""
+        return (self.cut.start, self.cut.total) if self.cut and self.cut.dim == 1 else (0, self.in_features)
 
     def placed_b(self, dtype: torch.dtype) -> torch.Tensor:
         """B of all adapted parts as one matrix [out, P R]: a block per part, zero elsewhere."""
@@ -114,13 +119,14 @@ class LoraLinear(Linear):
         Args:
             seed: of the run.
             module_names: Hugging Face name of each adapted part by its leaf name. Each A follows from its name and the
-                seed alone, whatever else is adapted.
+                seed alone, whatever else is adapted; a piece of a layer gets its columns of the whole layer's A.
         """
-        bound = 1 / math.sqrt(self.in_features)
+        start, inputs = self.input_range
+        bound = 1 / math.sqrt(inputs)
         for part in self.adapted:
             generator = torch.Generator().manual_seed(_name_seed(seed, module_names[part.name]))
-            a = torch.empty(self.r, self.in_features).uniform_(-bound, bound, generator=generator)
-            self.a_part(part).select(self.lora_a).copy_(a)
+            a = torch.empty(self.r, inputs).uniform_(-bound, bound, generator=generator)
+            self.a_part(part).select(self.lora_a).copy_(a[:, start : start + self.in_features])
             self.lora_b[part.name].zero_()
 
     def dequantize(self) -> torch.Tensor:
@@ -136,7 +142,10 @@ class LoraLinear(Linear):
         """
         base = self.base.shard(dim, rank, world)
         adapted = [part for part in base.parts if part.name in self.lora_b]
-        shard = LoraLinear(base, adapted, self.config, layer=self.layer, site=self.site)
+        shard = LoraLinear(base, adapted, self.config, layer=self.layer, site=self.site).train(self.training)
+        shard.lora_a.requires_grad_(self.lora_a.requires_grad)
+        for name, b in self.lora_b.items():
+            shard.lora_b[name].requires_grad_(b.requires_grad)
         with torch.no_grad():
             if dim == 0:
                 shard.lora_a.copy_(self.lora_a)
@@ -248,10 +257,11 @@ def apply_to_modules(model: Decoder, config: AdapterConfig, modules: Collection[
     wanted = frozenset(modules)
     plan = []
     for index, site, path, linear, holder in _linears(model):
+        assert model.layers[index].get_submodule(path) is linear, "adapters come before the layers are cut"
         adapted = [part for part in linear.parts if _module_name(index, holder, part) in wanted]
         if adapted:
             plan.append((index, site, path, linear, adapted))
-    saved = [_saved_module(model, name).weight for name in config.modules_to_save]
+    saved = [_saved_weight(model, name)[0] for name in config.modules_to_save if _has_module(model, name)]
     model.requires_grad_(False)
     for index, site, path, linear, adapted in plan:
         wrapped = LoraLinear(linear, adapted, config, layer=int(index), site=site).train(model.training)
@@ -261,25 +271,41 @@ def apply_to_modules(model: Decoder, config: AdapterConfig, modules: Collection[
 
 
 def adapter_views(model: Decoder) -> Iterator[TensorView]:
-    """Every trained tensor of an adapted model under PEFT's name; an embedding tied to the head only once."""
+    """What is here of every trained tensor of an adapted model, under PEFT's name; a tied embedding only once."""
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for view in _adapter_views(model, parameter_names):
+        here = sharded_view(view)
+        if here is not None:
+            yield here
+
+
+def _adapter_views(model: Decoder, parameter_names: dict[int, str]) -> Iterator[TensorView]:
     for module, layer, part in adapted_modules(model):
         name, a, b = f"{PEFT_PREFIX}{module}", layer.lora_a, layer.lora_b[part.name]
         shape = (layer.r, layer.in_features)
-        yield TensorView(f"{name}.lora_A.weight", a, parameter_names[id(a)], shape, layer.a_part(part))
-        yield TensorView(f"{name}.lora_B.weight", b, parameter_names[id(b)], tuple(b.shape))
+        a_view = TensorView(f"{name}.lora_A.weight", a, parameter_names[id(a)], shape, layer.a_part(part))
+        b_view = TensorView(f"{name}.lora_B.weight", b, parameter_names[id(b)], tuple(b.shape))
+        cut = layer.cut
+        if cut is not None and cut.dim == 0:
+            rows = part.features(layer.leading) // layer.leading[layer.shard_dim]
+            b_view = b_view.cut(Cut(0, cut.start * rows, cut.total * rows), 0)
+        else:
+            a_view = a_view.cut(cut, 0)
+        yield a_view
+        yield b_view
     seen = set()
     for leaf in saved_modules(model):
-        weight = _saved_module(model, leaf).weight
+        weight, cut = _saved_weight(model, leaf)
         if id(weight) not in seen:
             seen.add(id(weight))
-            name = f"{PEFT_PREFIX}{SAVEABLE[leaf]}.weight"
-            yield TensorView(name, weight, parameter_names[id(weight)], tuple(weight.shape))
+            name = f"{PEFT_PREFIX}{SAVEABLE['embed_tokens' if model.config.tied else leaf]}.weight"
+            view = TensorView(name, weight, parameter_names[id(weight)], tuple(weight.shape), dtype=model.dtype)
+            yield view.cut(cut, 0)
 
 
 def saved_modules(model: Decoder) -> list[str]:
-    """The `modules_to_save` of an adapted model that are trained; both names of a tied weight."""
-    return [leaf for leaf in SAVEABLE if _saved_module(model, leaf).weight.requires_grad]
+    """The `modules_to_save` of an adapted model that are trained and here; both names of a tied weight."""
+    return [leaf for leaf in SAVEABLE if _has_module(model, leaf) and _saved_weight(model, leaf)[0].requires_grad]
 
 
 def _linears(model: Decoder) -> list[tuple[str, int, str, Linear, str]]:
@@ -289,7 +315,7 @@ def _linears(model: Decoder) -> list[tuple[str, int, str, Linear, str]]:
         for site, (path, holder) in enumerate(_LINEARS.items()):
             linear = layer.get_submodule(path)
             assert isinstance(linear, Linear)
-            found.append((index, site, path, linear, holder))
+            found.append((index, site, path, linear.local_layer(), holder))
     return found
 
 
@@ -301,10 +327,19 @@ def _leaves(modules: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in modules))
 
 
-def _saved_module(model: Decoder, leaf: str) -> Any:
+def _has_module(model: Decoder, leaf: str) -> bool:
+    """Whether a pipeline stage has one of `SAVEABLE`."""
     if leaf not in SAVEABLE:
         raise ValueError(f"modules_to_save: {leaf} is not possible; possible: {', '.join(SAVEABLE)}")
-    return model.embed if leaf == "embed_tokens" else model.head
+    return (model.embed if leaf == "embed_tokens" else model.head) is not None
+
+
+def _saved_weight(model: Decoder, leaf: str) -> tuple[nn.Parameter, Cut | None]:
+    module = model.embed if leaf == "embed_tokens" else model.head
+    assert module is not None
+    stored = module.base_layer() if isinstance(module, Linear) else module
+    assert isinstance(stored, DenseLinear | Embedding)
+    return stored.weight, stored.cut
 
 
 def _check_settings(config: AdapterConfig) -> None:

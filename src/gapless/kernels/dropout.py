@@ -24,7 +24,9 @@ _ROUNDS = 10
 _MASK = 0xFFFFFFFF
 
 
-def dropout(x: torch.Tensor, p: float, counters: DropoutCounters, layer: int, site: int) -> torch.Tensor:
+def dropout(
+    x: torch.Tensor, p: float, counters: DropoutCounters, layer: int, site: int, first_channel: int = 0
+) -> torch.Tensor:
     """Zero each value with probability p and scale the others by 1 / (1 - p).
 
     Only the counters are kept for the backward, which computes the mask again.
@@ -35,6 +37,7 @@ def dropout(x: torch.Tensor, p: float, counters: DropoutCounters, layer: int, si
         counters: of the batch.
         layer: below 2^23.
         site: which dropout in the layer, below 256.
+        first_channel: channel of the layer's whole input that x begins with, where x is a range of its channels.
 
     Returns:
         [T, C] in x's dtype.
@@ -44,37 +47,40 @@ def dropout(x: torch.Tensor, p: float, counters: DropoutCounters, layer: int, si
     assert 0 <= layer < 2**23
     if p == 0:
         return x
-    return _Dropout.apply(x, p, counters, layer, site)
+    return _Dropout.apply(x, p, counters, (layer, site, first_channel))
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, p: float, counters: DropoutCounters, layer: int, site: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, p: float, counters: DropoutCounters, place: tuple[int, int, int]
+    ) -> torch.Tensor:
         ctx.save_for_backward(counters.key, counters.row, counters.column)
-        ctx.place = (p, layer, site)
-        return _masked(x, p, counters, layer, site)
+        ctx.p, ctx.place = p, place
+        return _masked(x, p, counters, place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        p, layer, site = ctx.place
-        return _masked(grad, p, DropoutCounters(*ctx.saved_tensors), layer, site), None, None, None, None
+        return _masked(grad, ctx.p, DropoutCounters(*ctx.saved_tensors), ctx.place), None, None, None
 
 
-def _masked(x: torch.Tensor, p: float, counters: DropoutCounters, layer: int, site: int) -> torch.Tensor:
-    kept = keep_mask(x.shape[1], p, counters, layer, site)
+def _masked(x: torch.Tensor, p: float, counters: DropoutCounters, place: tuple[int, int, int]) -> torch.Tensor:
+    kept = keep_mask(x.shape[1], p, counters, *place)
     return torch.where(kept, x * (1 / (1 - p)), 0)
 
 
-def keep_mask(channels: int, p: float, counters: DropoutCounters, layer: int, site: int) -> torch.Tensor:
+def keep_mask(
+    channels: int, p: float, counters: DropoutCounters, layer: int, site: int, first_channel: int = 0
+) -> torch.Tensor:
     """Which values `dropout` keeps, bool [T, channels]."""
-    groups = -(-channels // 4)
+    skipped = first_channel % 4  # words of the first group that belong to channels before x's
     row, column = counters.row.long() & _MASK, counters.column.long() & _MASK
-    group = torch.arange(groups, device=row.device)
+    group = torch.arange(first_channel // 4, -(-(first_channel + channels) // 4), device=row.device)
     place = torch.full_like(row, layer << 8 | site)
     key = counters.key.long() & _MASK
     words = philox((group[None, :], column[:, None], row[:, None], place[:, None]), (key[0], key[1]))
-    bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :channels]
+    bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, skipped : skipped + channels]
     return bits >= round(p * 2**32)
 
 

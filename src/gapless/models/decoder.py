@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from gapless.batch import BatchLayout, PackedBatch, Segments
-from gapless.kernels.cross_entropy import linear_cross_entropy
+from gapless.kernels.cross_entropy import VocabularyShard, linear_cross_entropy
 from gapless.kernels.rope import RotaryTable, rotary_table
 from gapless.models.attention import Attention, KeyValueCache
 from gapless.models.config import DecoderConfig
@@ -69,6 +69,8 @@ class Decoder(nn.Module):
     rotary_frequencies: torch.Tensor
     dtype: torch.dtype
     """Of weights and activations."""
+    vocabulary: VocabularyShard | None = None
+    """Of the head, where it is cut over tensor ranks."""
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class Decoder(nn.Module):
     def head_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Sum of the losses of hidden states [M, H] on labels [M]; -100 counts nothing."""
         assert self.head is not None
-        return linear_cross_entropy(hidden, self.head.dequantize(), labels)
+        return linear_cross_entropy(hidden, self.head.dequantize(), labels, vocabulary=self.vocabulary)
 
     def trained_hidden(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The trained tokens' hidden states [M, H] and labels int32 [M].
