@@ -14,8 +14,8 @@ def places(rank, world):
     groups = {axis: mesh.group(axis) for axis in AXES}
     members = {axis: dist.get_process_group_ranks(group) for axis, group in groups.items() if group is not None}
     coordinates = {axis: mesh.coordinate(axis) for axis in AXES}
-    known = mesh.device_mesh.get_coordinate()
-    return coordinates, members, known == list(coordinates.values()), mesh.data_rank, mesh.data_size, mesh.counts
+    known = list(mesh.device_mesh.get_coordinate())
+    return coordinates, members, known == [*coordinates.values()], mesh.data_rank, mesh.data_size, mesh.counts
 
 
 def test_places():
