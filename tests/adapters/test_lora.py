@@ -175,3 +175,35 @@ def test_a_second_adapter_is_refused():
     model = new()
     with pytest.raises(ValueError, match="has an adapter already"):
         apply_lora(model, AdapterConfig(r=2), seed=0)
+
+
+@pytest.mark.parametrize("world", [2, 16])
+def test_pieces_draw_their_part_of_the_first_values_and_masks(world):
+    """16 ranks have 5 of down_proj's 80 inputs each: no multiple of the 4 channels that share a random number."""
+    whole = new(lora_dropout=0.5, target_modules=("gate_proj", "down_proj"))
+    gate_up, down = whole.layers["1"].mlp.gate_up, whole.layers["1"].mlp.down
+    a, width = down.lora_a.detach().clone(), 80 // world
+    at, x = counters([0, 0, 5], [0, 1, 0]), torch.randn(3, 80)
+    randomise(whole)
+    expected = down(x, None, at) - down.base(x)
+    total = 0
+    for rank in range(world):
+        piece = down.shard(1, rank, world)
+        inputs = x[:, rank * width : (rank + 1) * width]
+        total = total + piece(inputs, None, at) - piece.base(inputs)
+        piece.reset(3, {"down_proj": "model.layers.1.mlp.down_proj"})
+        assert torch.equal(piece.lora_a, a[:, rank * width : (rank + 1) * width])
+        output = gate_up.shard(0, rank, world)
+        output.reset(3, {"gate_proj": "model.layers.1.mlp.gate_proj"})
+        assert torch.equal(output.lora_a, new(target_modules=("gate_proj",)).layers["1"].mlp.gate_up.lora_a)
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_pieces_keep_what_is_frozen_and_the_mode():
+    layer = new(lora_dropout=0.5).layers["0"].mlp.down.eval()
+    layer.lora_a.requires_grad_(False)
+    piece = layer.shard(1, 1, 2)
+    assert not piece.lora_a.requires_grad
+    assert piece.lora_b["down_proj"].requires_grad
+    assert not any(parameter.requires_grad for parameter in piece.base.parameters())
+    assert not piece.training
