@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,13 @@ def _refuse_unsupported(fields: dict[str, Any], path: Path) -> None:
         raise ValueError(f"{path}: not supported: {named}")
 
 
-def save_adapter(model: Decoder, config: AdapterConfig, folder: str | Path, base_model_path: str | Path) -> None:
+def save_adapter(
+    model: Decoder,
+    config: AdapterConfig,
+    folder: str | Path,
+    base_model_path: str | Path,
+    tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
+) -> None:
     """Writes the model's adapter as PEFT does, so that `PeftModel.from_pretrained` gives the same logits.
 
     Args:
@@ -125,17 +131,22 @@ def save_adapter(model: Decoder, config: AdapterConfig, folder: str | Path, base
         config: its settings.
         folder: created if missing; files of the same names are overwritten.
         base_model_path: written as base_model_name_or_path.
+        tensors: what to write, by the names of `adapter_views`; by default the model's own values. With them the model
+            may be on the meta device.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {view.name: view.read(view.parameter).cpu() for view in file_views(model)}
-    write_safetensors(folder / WEIGHTS_FILE, tensors)
+    own = ((view.name, view.read(view.parameter).cpu()) for view in adapter_views(model))
+    stored = dict(own if tensors is None else tensors)
+    if _is_head_repeated(model):
+        stored[_HEAD] = stored[_EMBED].clone()  # the writer refuses shared memory
+    write_safetensors(folder / WEIGHTS_FILE, stored)
     fields = {
         "auto_mapping": None,
         "base_model_name_or_path": str(base_model_path),
         "bias": "none",
         # Tied weights are one parameter here; PEFT is told to keep them one when it merges.
-        "ensure_weight_tying": model.config.tied and bool(saved_modules(model)),
+        "ensure_weight_tying": _is_head_repeated(model),
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
@@ -156,10 +167,14 @@ def save_adapter(model: Decoder, config: AdapterConfig, folder: str | Path, base
 def file_views(model: Decoder) -> Iterator[TensorView]:
     """`adapter_views` as the file has them: a tied weight that is trained under both its names, as PEFT expects."""
     yield from adapter_views(model)
-    if model.config.tied and saved_modules(model):
+    if _is_head_repeated(model):
         assert model.embed is not None
         weight = model.embed.weight
         yield TensorView(_HEAD, weight, "head.weight", tuple(weight.shape))
+
+
+def _is_head_repeated(model: Decoder) -> bool:
+    return model.config.tied and bool(saved_modules(model))
 
 
 def _target_names(model: Decoder) -> list[str]:

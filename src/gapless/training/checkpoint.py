@@ -103,13 +103,18 @@ def open_newest(folder: Path) -> Checkpoint | None:
         raise CheckpointError(f"{error}; {remedy}") from error
 
 
-def check_names(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_names(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], kind: str | None = None) -> None:
     """Refuse a checkpoint whose tensors are not those of the run, by name.
+
+    Args:
+        checkpoint: the checkpoint.
+        expected: full shapes by name, the kind included.
+        kind: of which nothing else may be there; by default every kind.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of another shape.
     """
-    found = checkpoint.shapes()
+    found = {name: shape for name, shape in checkpoint.shapes().items() if not kind or name.startswith(f"{kind}/")}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise CheckpointError(

@@ -36,6 +36,7 @@ from gapless.training.checkpoint import (
     folder_name,
     list_checkpoints,
     no_fault,
+    open_checkpoint,
     save_checkpoint,
 )
 from gapless.training.display import Clock, make_display
@@ -394,7 +395,9 @@ class Trainer:
             return self._train_result(None)
         result_dir = self._result
         if result_dir is None:
-            result_dir = write_result(self.model, self.tokenizer, self.config, self._folder)
+            checkpoint = open_checkpoint(self._folder / "checkpoints" / folder_name(self.step))
+            whole, _ = setup.build_model(self.config, self.tokenizer, torch.device("meta"))
+            result_dir = write_result(checkpoint, whole, self.tokenizer, self.config, self._folder)
             self._display.message(f"wrote {result_dir}")
         result = self._train_result(result_dir)
         for callback in self._callbacks:
