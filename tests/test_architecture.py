@@ -14,12 +14,13 @@ import gapless
 
 SOURCE = Path(gapless.__file__).parent
 
-BESIDE = {"config"}
-"""Anyone may read the configuration's dataclasses."""
+BESIDE = {"config", "errors"}
+"""Anyone may read the configuration's dataclasses, and tell errors of users from others."""
 MODEL = {"adapters", "models", "kernels", "batch"}
 RUN = {"data", "parallel", "memory", *MODEL, "config_file", "checkpoint_file"}
 ALLOWED = {
     "config": set(),
+    "errors": set(),
     "arguments": set(),
     "yaml_file": set(),
     "config_file": {"arguments", "yaml_file"},
@@ -34,7 +35,7 @@ ALLOWED = {
     "quantization": RUN,
     "inference": RUN,
     "training": {"inference", *RUN},
-    "cli": {"training", "inference", "quantization", "data", "config_file", "arguments"},
+    "cli": {"training", "inference", "quantization", "parallel", "data", "config_file", "arguments"},
     "__main__": {"cli"},
 }
 """What each part of the package may import: the arrows of docs/design.md, section 2."""

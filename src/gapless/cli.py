@@ -1,7 +1,8 @@
 """The command line: `gapless train | generate | export`.
 
 Parses, validates and prints help before torch is imported. What a user can put right is one line on stderr and exit
-code 2. A run that a signal stopped exits with 130 (Ctrl-C) or 143 (SIGTERM). Anything else keeps its traceback.
+code 2. A run that a signal stopped exits with 130 (Ctrl-C) or 143 (SIGTERM). Anything else keeps its traceback. In a
+job of many processes the one that failed says why (see `gapless.parallel.watch`), the others exit with code 1.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gapless import __version__
 from gapless.arguments import parse_options
 from gapless.config import RunConfig
 from gapless.config_file import load_config
+from gapless.errors import user_message
 
 if TYPE_CHECKING:
     from gapless.data.tokenizer import Tokenizer
@@ -38,29 +40,6 @@ Fine-tune large language models and use the result.
   gapless VERB --help    the options of a verb; those of train are the keys of a run file
   gapless --version
 """
-_FILE_ERRORS = frozenset(
-    {
-        errno.ENOENT,
-        errno.EEXIST,
-        errno.EISDIR,
-        errno.ENOTDIR,
-        errno.ENOTEMPTY,
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EFBIG,
-        errno.EIO,
-        errno.ENAMETOOLONG,
-        errno.ELOOP,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ESTALE,
-        errno.ENOMEM,
-    }
-)
-"""What a user can put right; EBADF or EINVAL, for instance, would be a mistake of ours."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,16 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output left; keep the interpreter from flushing into the closed pipe
         _drop_output()
         return 1
-    except OSError as error:
-        if error.errno not in _FILE_ERRORS and not (error.errno is None and _raised_here(error)):
+    except (OSError, ValueError) as error:
+        message = user_message(error)
+        if message is None:
             raise
-        if error.errno == errno.ENOSPC:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             _drop_output()
-        return _user_error(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
-    except ValueError as error:
-        if not _raised_here(error):
-            raise
-        return _user_error(str(error))
+        return _user_error(message)
 
 
 def _run(args: list[str]) -> int:
@@ -121,14 +97,6 @@ def _user_error(message: str) -> int:
     return 2
 
 
-def _raised_here(error: BaseException) -> bool:
-    """Whether our own code raised the error on purpose, rather than a library that our code called wrongly."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").split(".")[0] == "gapless"
-
-
 # ---- train ----
 
 
@@ -143,9 +111,11 @@ def _train(args: list[str]) -> int:
         if not Path(path).exists():
             raise FileNotFoundError(f"{path}: no such file or folder")
 
+    from gapless.parallel.watch import CommandExit
     from gapless.training.trainer import train
 
-    return train(config).exit_code
+    with CommandExit():
+        return train(config).exit_code
 
 
 def _check_model(folder: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from gapless.parallel.world import World
 from gapless.training.metrics import Metrics
 
 WARMUP_STEPS = 2
@@ -105,10 +107,38 @@ class BarDisplay:
         self._progress.stop()
 
 
-def make_display() -> Display:
-    """A bar if standard output is a terminal, else plain lines."""
+class RankDisplay:
+    """The log of a rank, in a job of many; rank 0 has a screen as well."""
+
+    def __init__(self, log: Callable[[str], None], screen: Display | None = None) -> None:
+        """Write lines with `log`, and show everything on the screen, if there is one."""
+        self._log, self._screen = log, screen
+
+    def message(self, text: str) -> None:
+        """Write the text."""
+        self._log(text)
+        if self._screen is not None:
+            self._screen.message(text)
+
+    def step(self, metrics: Metrics, total_steps: int, remaining: float | None) -> None:
+        """Write the step's line."""
+        self._log(step_line(metrics, total_steps, remaining))
+        if self._screen is not None:
+            self._screen.step(metrics, total_steps, remaining)
+
+    def close(self) -> None:
+        """Leave the screen in order."""
+        if self._screen is not None:
+            self._screen.close()
+
+
+def make_display(world: World | None = None) -> Display:
+    """A bar if standard output is a terminal, else plain lines; on ranks other than 0 only the log of the rank."""
+    if world is not None and world.rank > 0:
+        return RankDisplay(world.log)
     console = Console()
-    return BarDisplay(console) if console.is_terminal else PlainDisplay()
+    screen = BarDisplay(console) if console.is_terminal else PlainDisplay()
+    return screen if world is None or world.size == 1 else RankDisplay(world.log, screen)
 
 
 def step_line(metrics: Metrics, total_steps: int, remaining: float | None) -> str:

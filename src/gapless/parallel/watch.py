@@ -1,0 +1,334 @@
+"""Failures: the rank that fails says why, all others end without a traceback of their own.
+
+The first failure is put on record in the store; whoever comes later is a consequence, or fails alike. A rank that was
+killed says nothing: the ranks on its machine miss its process within a second, those on others miss its heartbeat.
+A thread in every rank looks for all this, and ends a process that does not end by itself, since it is stuck in a
+collective for instance.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Literal
+
+import torch
+
+from gapless.errors import user_message
+from gapless.parallel.log import RankLog
+from gapless.parallel.processes import Process
+from gapless.parallel.store import JsonStore, StoreGoneError
+
+POLL = 0.5
+"""Seconds between two looks of the watching thread."""
+GRACE = 10.0
+"""Seconds that a process has to end by itself once it knows of a failure."""
+PATIENCE = 2.0
+"""Seconds that an error which may follow from a failure elsewhere waits for that failure to be on record."""
+READING = 3.0
+"""Seconds that the rank with the failure stays for the others to read why."""
+NOTE = "all other ranks stop because of this"
+"""Added to an error that was told on stderr."""
+
+_RECORD, _READERS, _LEAVING = "failure", "failure/readers", "failure/leaving"
+
+
+class OtherRankFailed(SystemExit):  # noqa: N818 - a request to exit, not an error of this rank
+    """Ends this process because another rank has failed.
+
+    A SystemExit, so that an uncaught one is one line on stderr and exit code 1, and no `except Exception` of a callback
+    holds it up.
+
+    Attributes:
+        rank: the one that failed.
+        message: what failed there, in one line.
+    """
+
+    def __init__(self, rank: int, message: str, code: str | int | None = None) -> None:
+        """`code` is what SystemExit takes: by default a line with rank and message."""
+        super().__init__(f"stopped because rank {rank} failed: {message}" if code is None else code)
+        self.rank, self.message = rank, message
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is on record.
+
+    Attributes:
+        rank: the one that failed.
+        kind: name of the error's class; "lost" for a process that ended without a word.
+        message: one line.
+        code: exit code of the process.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    code: int = 1
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """The failure that an error of this rank is."""
+        kind, told = type(error).__name__, user_message(error)
+        if isinstance(error, KeyboardInterrupt):
+            return cls(rank, kind, "it was interrupted", 130)
+        if isinstance(error, SystemExit):
+            return cls(rank, kind, f"it called exit({error.code!r})")
+        line = (told or str(error)).strip().partition("\n")[0]
+        return cls(rank, kind, line or kind, 2) if told else cls(rank, kind, f"{kind}: {line}" if line else kind)
+
+
+class Watch:
+    """While entered, this process takes part in the failures of the job.
+
+    Attributes:
+        failure: the one on record, once this rank knows.
+    """
+
+    def __init__(
+        self,
+        store: JsonStore,
+        rank: int,
+        processes: Sequence[Process],
+        *,
+        timeout: float,
+        log: RankLog,
+    ) -> None:
+        """Watch for a rank.
+
+        Args:
+            store: of the job.
+            rank: of this process.
+            processes: of all ranks.
+            timeout: seconds after which a process of another machine that gave no sign is taken for dead.
+            log: of this rank.
+        """
+        self.failure: Failure | None = None
+        self._store, self._rank, self._size, self._log = store, rank, len(processes), log
+        self._neighbours = {
+            other: process
+            for other, process in enumerate(processes)
+            if other != rank and process.node == processes[rank].node
+        }
+        self._heart = _Heart(store, rank, (rank + 1) % self._size, timeout)
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gapless-watch", daemon=True)
+
+    def check(self) -> None:
+        """Raise `OtherRankFailed` if another rank has failed, as far as is known here."""
+        if self.failure is not None:
+            raise OtherRankFailed(self.failure.rank, self.failure.message)
+
+    def done(self) -> None:
+        """Say that this process has done its part: that it ends from now on is no failure."""
+        self._store.set(f"done/{self._rank}", True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._leave()
+            return
+        # Whatever happens below, above all with a store on a machine that does not answer, this process ends.
+        last = threading.Timer(GRACE, self._end)
+        last.daemon = True
+        last.start()
+        try:
+            instead = self._tell(error)
+        finally:
+            last.cancel()
+            self._stop()
+        if instead is not None:
+            raise instead from None
+
+    # ---- the end of this rank ----
+
+    def _leave(self) -> None:
+        """End well: the rank that serves the store goes last."""
+        self._stop()
+        with suppress(StoreGoneError):
+            self._store.add("left", 1)
+            if self._rank == 0:
+                self._wait_for(lambda: self._store.add("left", 0) == self._size, GRACE)
+
+    def _stop(self) -> None:
+        self._left.set()
+        self._thread.join()
+
+    def _tell(self, error: BaseException) -> BaseException | None:
+        """Report an error of this rank, or find whose failure it follows from; returns what to raise in its place."""
+        own = Failure.of(self._rank, error)
+        if isinstance(error, OtherRankFailed):
+            return self._follow(OtherRankFailed(error.rank, error.message))
+        if _may_follow(error):
+            self._wait_for(self._look, PATIENCE)
+        if self.failure is None:
+            self._record(own)
+        assert self.failure is not None
+        if self.failure == own:
+            return self._report(error)
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return None
+        if (self.failure.kind, self.failure.message) == (own.kind, own.message):
+            # The same error on all ranks is told once.
+            return self._follow(OtherRankFailed(self.failure.rank, self.failure.message, own.code))
+        return self._follow(OtherRankFailed(self.failure.rank, self.failure.message))
+
+    def _report(self, error: BaseException) -> None:
+        """Tell this rank's error, and stay until the others know of it."""
+        if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+            text = user_message(error)
+            text = f"error: {text}" if text else "".join(traceback.format_exception(error)).rstrip()
+            self._print(text)
+            error.add_note(NOTE)
+        with suppress(StoreGoneError):
+            self._wait_for(lambda: self._store.add(_READERS, 0) >= self._size - 1, READING)
+            self._store.set(_LEAVING, True)
+
+    def _follow(self, ending: OtherRankFailed) -> OtherRankFailed:
+        """End because of another rank, after it: its error is read first, and a launcher blames the right one."""
+        if ending.rank != 0:  # else the store goes with it
+            with suppress(StoreGoneError):
+                self._wait_for(lambda: self._store.has([_LEAVING]), READING)
+        time.sleep(0.2)
+        if isinstance(ending.code, str):
+            self._log_line(ending.code)
+            return OtherRankFailed(ending.rank, ending.message, f"rank {self._rank}: {ending.code}")
+        return ending
+
+    def _print(self, text: str) -> None:
+        """Write lines, marked with the rank, at once."""
+        sys.stderr.write("".join(f"rank {self._rank}: {line}\n" for line in text.splitlines()))
+        sys.stderr.flush()
+        self._log_line(text)
+
+    def _log_line(self, text: str) -> None:
+        with suppress(ValueError):  # the disk is full
+            self._log.write(text)
+
+    @staticmethod
+    def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
+        """Wait for a condition, but no longer than this."""
+        end = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    # ---- the failures of others ----
+
+    def _run(self) -> None:
+        """What the thread does."""
+        while not self._left.wait(POLL):
+            if self._look():
+                break
+        if not self._left.wait(GRACE):
+            self._end()
+
+    def _end(self) -> None:
+        """End this process at once."""
+        if self.failure is not None and self.failure.rank != self._rank:
+            self._print(f"stopped because rank {self.failure.rank} failed: {self.failure.message}")
+        os._exit(1)
+
+    def _look(self) -> bool:
+        """Whether a failure is known, after a look for one."""
+        if self.failure is not None:
+            return True
+        try:
+            if self._store.has([_RECORD]):
+                self._conclude(Failure(**self._store.get([_RECORD])[0]))
+            elif (lost := self._lost()) is not None:
+                self._record(lost)
+        except StoreGoneError:
+            self.failure = Failure(0, "lost", "the store of the job is gone; rank 0, or its launcher, was killed")
+        return self.failure is not None
+
+    def _lost(self) -> Failure | None:
+        """A rank that ended without a word."""
+        for other, process in self._neighbours.items():
+            if process.is_gone() and not self._store.has([f"done/{other}"]):
+                text = f"its process ({process.number}) ended without a word: killed, or out of memory"
+                return Failure(other, "lost", text)
+        silent = self._heart.beat()
+        if silent is None or self._store.has([f"done/{silent}"]):
+            return None
+        return Failure(silent, "lost", "it has given no sign of life within parallel.timeout")
+
+    def _record(self, failure: Failure) -> None:
+        """Put a failure on record unless there is one."""
+        try:
+            self._conclude(Failure(**self._store.set_first(_RECORD, asdict(failure))))
+        except StoreGoneError:
+            self.failure = failure
+
+    def _conclude(self, failure: Failure) -> None:
+        if self.failure is None:
+            self.failure = failure
+            if failure.rank != self._rank:
+                self._store.add(_READERS, 1)
+
+
+class _Heart:
+    """Gives signs of life, and misses those of the next rank."""
+
+    def __init__(self, store: JsonStore, rank: int, other: int, timeout: float) -> None:
+        self._store, self._rank, self._other, self._timeout = store, rank, other, timeout
+        self._beaten = self._heard = time.monotonic()
+        self._count = 0
+
+    def beat(self) -> int | None:
+        """Called often; returns the rank that is silent, if it is."""
+        now = time.monotonic()
+        if now - self._beaten < min(5.0, self._timeout / 10):
+            return None
+        # This process may have been held up itself, with the others waiting in vain for its part.
+        late = now - self._beaten > self._timeout / 2
+        self._beaten = now
+        self._store.add(f"alive/{self._rank}", 1)
+        count = self._store.add(f"alive/{self._other}", 0)
+        if count != self._count or late:
+            self._count, self._heard = count, now
+        return self._other if now - self._heard > self._timeout else None
+
+
+def _may_follow(error: BaseException) -> bool:
+    """Whether an error may come of a failure elsewhere: a collective's or the store's is a RuntimeError."""
+    return isinstance(error, (RuntimeError, ConnectionError)) and not isinstance(error, torch.OutOfMemoryError)
+
+
+class CommandExit:
+    """Ends the process of a command whose job has failed: what there is to say was said on stderr.
+
+    Without the interpreter's own end, in which the destructors of a broken process group may hang.
+    """
+
+    def __enter__(self) -> CommandExit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        if isinstance(error, OtherRankFailed):
+            if isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
+            _exit(error.code if isinstance(error.code, int) else 1)
+        if error is not None and NOTE in getattr(error, "__notes__", ()):
+            _exit(2 if user_message(error) else 1)
+        return False
+
+
+def _exit(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
