@@ -145,9 +145,12 @@ def sharded_view(view: TensorView) -> TensorView | None:
     for mesh_dim, placement in enumerate(placements):
         if placement.is_shard():
             mesh, axis = view.parameter.device_mesh, placement.dim  # pyrefly: ignore
+            # Not get_local_rank: DTensor keeps meshes longer than their groups live.
+            coordinate = mesh.get_coordinate()
+            assert coordinate is not None
             size = view.parameter.shape[axis]
             piece = -(-size // mesh.size(mesh_dim))
-            start = min(piece * mesh.get_local_rank(mesh_dim), size)
+            start = min(piece * coordinate[mesh_dim], size)
             return view.shard(axis, start, min(piece, size - start))
     return view
 
