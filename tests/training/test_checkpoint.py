@@ -10,9 +10,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from gapless.parallel.world import World
 from gapless.training import checkpoint as ckpt
 from gapless.training import files
-from gapless.training.checkpoint import CheckpointError, list_checkpoints, open_newest, save_checkpoint
+from gapless.training.checkpoint import CheckpointError, CheckpointWriter, Piece, list_checkpoints, open_newest
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -24,8 +25,13 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     }
 
 
+def pieces(tensors):
+    return (Piece.whole(name, tensor) for name, tensor in tensors.items())
+
+
 def save(folder, step, **settings):
-    return save_checkpoint(folder, step, tensors(step).items(), {"loader": {"row": step}}, **settings)
+    with CheckpointWriter(folder, World.single(), **settings) as writer:
+        return writer.save(step, pieces(tensors(step)), {"loader": {"row": step}})
 
 
 def assert_is(checkpoint, step) -> None:
@@ -60,7 +66,7 @@ def test_slices_of_several_files_are_put_together(tmp_path):
     slices = []
     for rank, (start, columns) in enumerate([(0, 2), (2, 3)]):
         data = safetensors.torch.save({"master/a": whole[:, start : start + columns].contiguous()})
-        index["files"][f"extra{rank}"] = ckpt._write_bytes(path / f"extra{rank}", data)
+        index["files"][f"extra{rank}"] = ckpt._write_file(path / f"extra{rank}", [data])
         slices.append({"file": f"extra{rank}", "start": [0, start], "shape": [3, columns]})
     index["tensors"]["master/a"]["slices"] = slices
     (path / "index.json").write_text(json.dumps(index))
@@ -185,7 +191,7 @@ def test_a_failed_write_gives_one_line_and_keeps_the_last_checkpoint(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
     try:
         with pytest.raises(CheckpointError, match="cannot write .*step-000002: .*goes on from step-000001"):
-            save_checkpoint(tmp_path, 2, big.items(), {})
+            CheckpointWriter(tmp_path, World.single()).save(2, pieces(big), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]

@@ -27,17 +27,19 @@ from gapless.data.loader import TrainStep
 from gapless.data.store import TokenStore
 from gapless.data.tokenizer import Tokenizer
 from gapless.inference.load import pick_device
+from gapless.parallel.world import World
 from gapless.training import run_folder, setup
 from gapless.training.callbacks import Callback, TrainResult, check_callbacks
 from gapless.training.checkpoint import (
     Checkpoint,
+    CheckpointWriter,
     Fault,
+    Piece,
     check_names,
     folder_name,
     list_checkpoints,
     no_fault,
     open_checkpoint,
-    save_checkpoint,
 )
 from gapless.training.display import Clock, make_display
 from gapless.training.logs import RunLog, check_loggers
@@ -147,6 +149,7 @@ class Trainer:
         self._totals = Totals()
         self._pending: Pending | None = None
         self._evaluated: int | None = None
+        self._saved: int | None = None
         self._result: Path | None = None
         with ExitStack() as self._opened:
             self._opened.enter_context(setup.determinism(self.config.training.deterministic))
@@ -197,6 +200,15 @@ class Trainer:
         self._clock = Clock(state["seconds"])
         log = RunLog(self.config, after_step=self.step if checkpoint else None, wandb_id=state["wandb_id"])
         self._log = self._opened.enter_context(closing(log))
+        self._writer = self._opened.enter_context(
+            CheckpointWriter(
+                self._folder / "checkpoints",
+                World.single(),
+                keep=self.config.training.save_total_limit,
+                fault=self.fault,
+                asynchronous=self.config.training.async_save,
+            )
+        )
         self._announce(checkpoint)
 
     def _build(self, store: TokenStore) -> None:
@@ -219,7 +231,7 @@ class Trainer:
         self.optimizer.load(checkpoint.tensors(), checkpoint.state["optimizer_steps"])
         self._loader.load_state_dict(checkpoint.state["loader"])
         self._totals = Totals(**checkpoint.state["totals"])
-        self.step = checkpoint.step
+        self.step = self._saved = checkpoint.step
         self._result = existing_result(self.config, checkpoint.path)
 
     def _announce(self, checkpoint: Checkpoint | None) -> None:
@@ -245,6 +257,7 @@ class Trainer:
 
     def _train_step(self) -> None:
         """Launch a step, then read the metrics of the one before it."""
+        self._writer.poll()
         data = self._loader.next_step()
         metrics = train_step(self.model, self.optimizer, data, self._loss_fn)
         self.step += 1
@@ -364,8 +377,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Publish a checkpoint of this step, whose metrics were read."""
-        folder = self._folder / "checkpoints"
-        if (folder / folder_name(self.step)).exists():
+        if self._saved == self.step:
             return
         self._log.sync()
         state = {
@@ -378,8 +390,9 @@ class Trainer:
             "seconds": self._clock.seconds,
             "wandb_id": self._log.wandb_id,
         }
-        keep = self.config.training.save_total_limit
-        path = save_checkpoint(folder, self.step, self.optimizer.tensors(), state, keep=keep, fault=self.fault)
+        pieces = (Piece.whole(name, tensor) for name, tensor in self.optimizer.tensors())
+        path = self._writer.save(self.step, pieces, state)
+        self._saved = self.step
         for callback in self._callbacks:
             callback.on_save(self, path)
 
@@ -387,6 +400,7 @@ class Trainer:
 
     def _finish(self) -> TrainResult:
         self._log.draw()
+        self._writer.finish()
         if self._signals.received:
             self._display.message(
                 f"stopped by {self._signals.received} after step {self.step} of {self.total_steps}, saved in "
