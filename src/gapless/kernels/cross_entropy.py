@@ -134,10 +134,10 @@ def _chunk_loss(
     kept = kept_here = counts.float()
     index = labels.long()
     if vocabulary is not None:
-        index -= vocabulary.start
+        index = index - vocabulary.start
         kept_here = ((index >= 0) & (index < len(weight)) & counts).float()
-        index.clamp_(max=len(weight) - 1)
-    index = index.clamp_(min=0)[:, None]
+        index = index.clamp(max=len(weight) - 1)
+    index = index.clamp(min=0)[:, None]
     target = logits.gather(1, index).squeeze(1)
     maximum = logits.amax(dim=1)
     if vocabulary is not None:
