@@ -109,8 +109,9 @@ def launched(config: ParallelConfig, device_type: str) -> Generator[World]:
         return
     # torch has no public name for the store of a group that others made.
     store = dist.distributed_c10d._get_default_store() if made else _meet(place, config.timeout)
-    # A process may train several times with one store.
-    turn = f"gapless/{dist.PrefixStore('gapless/turns', store).add(str(place.rank), 1)}"
+    # A process may train several times with one store, and torchrun may start all processes again.
+    attempt = f"gapless/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    turn = f"{attempt}/{dist.PrefixStore(f'{attempt}/turns', store).add(str(place.rank), 1)}"
     shared = JsonStore(dist.PrefixStore(f"{turn}/world", store))
     processes = _processes(shared, place, config.timeout)
     local_rank = _index_on_node(processes, place.rank) if place.local_rank is None else place.local_rank

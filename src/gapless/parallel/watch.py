@@ -32,29 +32,36 @@ GRACE = 10.0
 """Seconds that a process has to end by itself once it knows of a failure."""
 PATIENCE = 2.0
 """Seconds that an error which may follow from a failure elsewhere waits for that failure to be on record."""
+SILENCE = 30.0
+"""Fewest seconds without a sign of life after which a rank on another machine is taken for dead."""
 READING = 3.0
 """Seconds that the rank with the failure stays for the others to read why."""
+LOST = "lost"
+"""Kind of the failure of a process that ended without a word."""
 NOTE = "all other ranks stop because of this"
 """Added to an error that was told on stderr."""
 
-_RECORD, _READERS, _LEAVING = "failure", "failure/readers", "failure/leaving"
+_RECORD, _TOLD, _READERS, _LEAVING = "failure", "failure/told", "failure/readers", "failure/leaving"
 
 
 class OtherRankFailed(SystemExit):  # noqa: N818 - a request to exit, not an error of this rank
-    """Ends this process because another rank has failed.
+    """Ends this process because another rank has failed, which one line on stderr says.
 
-    A SystemExit, so that an uncaught one is one line on stderr and exit code 1, and no `except Exception` of a callback
-    holds it up.
+    A SystemExit, so that nothing else is printed where it is not caught, and no `except Exception` of a callback holds
+    it up.
 
     Attributes:
         rank: the one that failed.
         message: what failed there, in one line.
     """
 
-    def __init__(self, rank: int, message: str, code: str | int | None = None) -> None:
-        """`code` is what SystemExit takes: by default a line with rank and message."""
-        super().__init__(f"stopped because rank {rank} failed: {message}" if code is None else code)
+    def __init__(self, rank: int, message: str, code: int = 1) -> None:
+        """`code` is the exit code."""
+        super().__init__(code)
         self.rank, self.message = rank, message
+
+    def __str__(self) -> str:
+        return f"stopped because rank {self.rank} failed: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Failure:
 
     Attributes:
         rank: the one that failed.
-        kind: name of the error's class; "lost" for a process that ended without a word.
+        kind: name of the error's class, or `LOST`.
         message: one line.
         code: exit code of the process.
     """
@@ -83,6 +90,10 @@ class Failure:
             return cls(rank, kind, f"it called exit({error.code!r})")
         line = (told or str(error)).strip().partition("\n")[0]
         return cls(rank, kind, line or kind, 2) if told else cls(rank, kind, f"{kind}: {line}" if line else kind)
+
+    def is_alike(self, other: Failure) -> bool:
+        """Whether two ranks failed in the same way."""
+        return (self.kind, self.message) == (other.kind, other.message)
 
 
 class Watch:
@@ -107,7 +118,8 @@ class Watch:
             store: of the job.
             rank: of this process.
             processes: of all ranks.
-            timeout: seconds after which a process of another machine that gave no sign is taken for dead.
+            timeout: seconds after which a process of another machine that gave no sign is taken for dead; at least
+                `SILENCE`, for a healthy one may be held up.
             log: of this rank.
         """
         self.failure: Failure | None = None
@@ -118,6 +130,7 @@ class Watch:
             if other != rank and process.node == processes[rank].node
         }
         self._heart = _Heart(store, rank, (rank + 1) % self._size, timeout)
+        self._lock = threading.Lock()
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gapless-watch", daemon=True)
 
@@ -166,46 +179,46 @@ class Watch:
         self._left.set()
         self._thread.join()
 
-    def _tell(self, error: BaseException) -> BaseException | None:
+    def _tell(self, error: BaseException) -> OtherRankFailed | None:
         """Report an error of this rank, or find whose failure it follows from; returns what to raise in its place."""
         own = Failure.of(self._rank, error)
-        if isinstance(error, OtherRankFailed):
-            return self._follow(OtherRankFailed(error.rank, error.message))
-        if _may_follow(error):
-            self._wait_for(self._look, PATIENCE)
-        if self.failure is None:
-            self._record(own)
+        if not isinstance(error, OtherRankFailed):
+            if _may_follow(error):
+                self._wait_for(self._look, PATIENCE)
+            if self.failure is None:
+                self._record(own)
         assert self.failure is not None
         if self.failure == own:
-            return self._report(error)
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self._report(error)
             return None
-        if (self.failure.kind, self.failure.message) == (own.kind, own.message):
-            # The same error on all ranks is told once.
-            return self._follow(OtherRankFailed(self.failure.rank, self.failure.message, own.code))
-        return self._follow(OtherRankFailed(self.failure.rank, self.failure.message))
+        self._follow()
+        if isinstance(error, (KeyboardInterrupt, SystemExit)) and not isinstance(error, OtherRankFailed):
+            return None
+        return OtherRankFailed(self.failure.rank, self.failure.message, own.code if self.failure.is_alike(own) else 1)
 
     def _report(self, error: BaseException) -> None:
         """Tell this rank's error, and stay until the others know of it."""
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):
             text = user_message(error)
-            text = f"error: {text}" if text else "".join(traceback.format_exception(error)).rstrip()
-            self._print(text)
+            self._print(f"error: {text}" if text else "".join(traceback.format_exception(error)).rstrip())
             error.add_note(NOTE)
         with suppress(StoreGoneError):
-            self._wait_for(lambda: self._store.add(_READERS, 0) >= self._size - 1, READING)
+            self._store.set(_TOLD, True)
+            self._wait_for(self._all_know, READING)
             self._store.set(_LEAVING, True)
 
-    def _follow(self, ending: OtherRankFailed) -> OtherRankFailed:
-        """End because of another rank, after it: its error is read first, and a launcher blames the right one."""
-        if ending.rank != 0:  # else the store goes with it
-            with suppress(StoreGoneError):
+    def _follow(self) -> None:
+        """End after the rank that failed, so that a launcher blames that one."""
+        with self._lock, suppress(StoreGoneError):  # the other thread may be about to print
+            assert self.failure is not None
+            if self._rank == 0:  # the store goes with this process
+                self._wait_for(self._all_know, READING)
+            if self.failure.rank != 0 and self.failure.kind != LOST:
                 self._wait_for(lambda: self._store.has([_LEAVING]), READING)
         time.sleep(0.2)
-        if isinstance(ending.code, str):
-            self._log_line(ending.code)
-            return OtherRankFailed(ending.rank, ending.message, f"rank {self._rank}: {ending.code}")
-        return ending
+
+    def _all_know(self) -> bool:
+        return self._store.add(_READERS, 0) >= self._size - 1
 
     def _print(self, text: str) -> None:
         """Write lines, marked with the rank, at once."""
@@ -236,8 +249,7 @@ class Watch:
 
     def _end(self) -> None:
         """End this process at once."""
-        if self.failure is not None and self.failure.rank != self._rank:
-            self._print(f"stopped because rank {self.failure.rank} failed: {self.failure.message}")
+        self._log_line(f"this process did not end within {GRACE:g} s of that, and was ended")
         os._exit(1)
 
     def _look(self) -> bool:
@@ -246,11 +258,11 @@ class Watch:
             return True
         try:
             if self._store.has([_RECORD]):
-                self._conclude(Failure(**self._store.get([_RECORD])[0]))
+                self._learn(Failure(**self._store.get([_RECORD])[0]))
             elif (lost := self._lost()) is not None:
                 self._record(lost)
         except StoreGoneError:
-            self.failure = Failure(0, "lost", "the store of the job is gone; rank 0, or its launcher, was killed")
+            self._learn(Failure(0, LOST, "the store of the job is gone: rank 0 was killed, or its launcher"))
         return self.failure is not None
 
     def _lost(self) -> Failure | None:
@@ -258,47 +270,60 @@ class Watch:
         for other, process in self._neighbours.items():
             if process.is_gone() and not self._store.has([f"done/{other}"]):
                 text = f"its process ({process.number}) ended without a word: killed, or out of memory"
-                return Failure(other, "lost", text)
+                return Failure(other, LOST, text)
         silent = self._heart.beat()
         if silent is None or self._store.has([f"done/{silent}"]):
             return None
-        return Failure(silent, "lost", "it has given no sign of life within parallel.timeout")
+        return Failure(silent, LOST, f"it gave no sign of life for {self._heart.timeout:g} s")
 
     def _record(self, failure: Failure) -> None:
         """Put a failure on record unless there is one."""
         try:
-            self._conclude(Failure(**self._store.set_first(_RECORD, asdict(failure))))
+            first = Failure(**self._store.set_first(_RECORD, asdict(failure)))
         except StoreGoneError:
-            self.failure = failure
+            first = failure
+        # What happens to all ranks alike is told once.
+        self._learn(first, say=not first.is_alike(failure) or first.kind == LOST)
 
-    def _conclude(self, failure: Failure) -> None:
-        if self.failure is None:
+    def _learn(self, failure: Failure, *, say: bool = True) -> None:
+        """Take note of a failure, and say so unless it is this rank's."""
+        with self._lock:
+            if self.failure is not None:
+                return
             self.failure = failure
-            if failure.rank != self._rank:
+            if failure.rank == self._rank:
+                return
+            with suppress(StoreGoneError):
+                if failure.kind != LOST:
+                    self._wait_for(lambda: self._store.has([_TOLD]), PATIENCE)
+            if say:
+                self._print(str(OtherRankFailed(failure.rank, failure.message)))
+            with suppress(StoreGoneError):
                 self._store.add(_READERS, 1)
 
 
 class _Heart:
-    """Gives signs of life, and misses those of the next rank."""
+    """Gives signs of life, and misses those of the next rank, after `timeout` seconds."""
 
     def __init__(self, store: JsonStore, rank: int, other: int, timeout: float) -> None:
-        self._store, self._rank, self._other, self._timeout = store, rank, other, timeout
+        self._store, self._rank, self._other = store, rank, other
+        self.timeout = max(timeout, SILENCE)
         self._beaten = self._heard = time.monotonic()
         self._count = 0
 
     def beat(self) -> int | None:
         """Called often; returns the rank that is silent, if it is."""
         now = time.monotonic()
-        if now - self._beaten < min(5.0, self._timeout / 10):
+        if now - self._beaten < min(5.0, self.timeout / 10):
             return None
         # This process may have been held up itself, with the others waiting in vain for its part.
-        late = now - self._beaten > self._timeout / 2
+        late = now - self._beaten > self.timeout / 2
         self._beaten = now
         self._store.add(f"alive/{self._rank}", 1)
         count = self._store.add(f"alive/{self._other}", 0)
         if count != self._count or late:
             self._count, self._heard = count, now
-        return self._other if now - self._heard > self._timeout else None
+        return self._other if now - self._heard > self.timeout else None
 
 
 def _may_follow(error: BaseException) -> bool:
@@ -319,9 +344,7 @@ class CommandExit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
         if isinstance(error, OtherRankFailed):
-            if isinstance(error.code, str):
-                print(error.code, file=sys.stderr)
-            _exit(error.code if isinstance(error.code, int) else 1)
+            _exit(int(error.code or 0))
         if error is not None and NOTE in getattr(error, "__notes__", ()):
             _exit(2 if user_message(error) else 1)
         return False

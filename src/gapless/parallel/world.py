@@ -171,9 +171,12 @@ def share(store: JsonStore, key: str, rank: int, size: int, value: Any, guard: G
 def await_keys(store: JsonStore, keys: Sequence[str], guard: Guard | None) -> None:
     """Wait until keys are set or a rank has failed."""
     pause = 0.001
-    while not store.has(keys):
+    while True:
+        # First, for after a failure the store may be about to go.
         if guard is not None:
             guard.check()
+        if store.has(keys):
+            return
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
