@@ -13,6 +13,7 @@ from gapless.batch import segments
 from gapless.config import AdapterConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainingConfig
 from gapless.data.tokenizer import Tokenizer
 from gapless.models.gguf import hf_folder_from_gguf
+from gapless.parallel.mesh import Mesh
 from gapless.training import setup
 from gapless.training.metrics import read_metrics
 
@@ -84,7 +85,10 @@ def test_twenty_steps_of_lora_are_those_of_peft(folder, tmp_path, text):
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     # Theirs starts from our adapters.
     tokenizer = Tokenizer.from_folder(folder)
-    _, start = setup.build_model(config, tokenizer, torch.device("cpu"))
+    described = setup.describe_model(config, tokenizer)
+    start = setup.trained_views(
+        config, *setup.build_model(config, described, Mesh.single(), torch.device("cpu")).stages
+    )
     theirs = dict(model.named_parameters())
     with torch.no_grad():
         for view in start:

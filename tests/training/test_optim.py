@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gapless.config import OptimConfig
-from gapless.training.optim import AdamW
+from gapless.training.optim import AdamW, state_shapes
 
 ONE = torch.ones(())
 
@@ -19,6 +19,11 @@ class PlainView:
     name: str
     parameter: nn.Parameter
     transposed: bool = False
+    dtype = None
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return self.shape
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,8 +58,12 @@ def backward(views, factor=1.0) -> None:
     (factor * total).backward()
 
 
+def state_of(optimizer: AdamW) -> dict[str, torch.Tensor]:
+    return {name: value for name, _, value in optimizer.tensors()}
+
+
 def snapshot(optimizer: AdamW) -> dict[str, torch.Tensor]:
-    return dict(optimizer.tensors()) | {"step": optimizer.step_count.clone()}
+    return state_of(optimizer) | {"step": optimizer.step_count.clone()}
 
 
 def assert_same_bits(first, second) -> None:
@@ -154,7 +163,7 @@ def test_pure_bf16_is_adamw_of_the_widened_weights():
     optimizer.step(ONE, torch.tensor(1e-2))
     for twin, view in zip(twins, views, strict=True):
         assert torch.equal(view.parameter, twin.to(torch.bfloat16))
-    assert not any(name.startswith("master/") for name, _ in optimizer.tensors())
+    assert not any(name.startswith("master/") for name in state_of(optimizer))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -165,12 +174,12 @@ def test_state_goes_out_and_in_under_its_names(dtype):
     for step in range(3):
         backward(views, 1.0 + step)
         optimizer.step(ONE, torch.tensor(1e-2))
-    state = dict(optimizer.tensors())
+    state = state_of(optimizer)
     assert state["exp_avg/b.weight"].shape == (1, 4)
     assert ("master/a.weight" in state) == (dtype == torch.bfloat16)
-    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == optimizer.shapes()
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == state_shapes(views, config)
 
-    other.load(state.items(), int(optimizer.step_count))
+    other.load(lambda name, _: state[name], int(optimizer.step_count))
     for both in (views, copies):
         backward(both, 7.0)
     optimizer.step(ONE, torch.tensor(1e-2))
@@ -186,8 +195,3 @@ def test_gradients_are_cleared_and_returned():
     assert all(not view.parameter.grad.any() for view in views)
     optimizer.close()
     assert all(view.parameter.grad is None for view in views)
-
-
-def test_nothing_to_train_is_refused():
-    with pytest.raises(ValueError, match="nothing to train"):
-        AdamW([], OptimConfig())

@@ -70,7 +70,7 @@ def test_a_result_older_than_the_last_checkpoint_is_written_anew(inputs, tmp_pat
         ({"max_length": 64}, r"data.max_length = 128, now it is 64"),
         ({"dtype": "bf16"}, r"model.dtype = 'fp32', now it is 'bf16'"),
         ({"seed": 1}, r"training.seed = 42, now it is 1"),
-        ({"gradient_accumulation_steps": 1}, r"gradient_accumulation_steps = 2, now it is 1"),
+        ({"gradient_accumulation_steps": 1}, r"rows_per_step 2 -> 1.*set training.gradient_accumulation_steps to 2"),
         ({"target_modules": ("q_proj",)}, r"adapter.target_modules = \['all-linear'\], now it is \['q_proj'\]"),
         ({"max_steps": 12}, "a run of 4 steps, now there are 12"),
         ({"resume": "never"}, "has step-000004 and training.resume is never"),

@@ -9,10 +9,13 @@ from torch.nn import functional
 
 from gapless.adapters.lora import adapter_views, apply_lora
 from gapless.batch import BatchLayout, Document, build_batch
-from gapless.config import AdapterConfig, OptimConfig
+from gapless.config import AdapterConfig, OptimConfig, ParallelConfig
 from gapless.models.weights import hf_views
+from gapless.parallel.loss import batch_loss
+from gapless.parallel.mesh import Mesh
+from gapless.parallel.model import ParallelModel
 from gapless.training.optim import AdamW
-from gapless.training.step import PendingMetrics, StepMetrics, accumulate, batch_loss, mean_loss, train_step
+from gapless.training.step import PendingMetrics, StepMetrics, mean_loss, train_step
 from tiny import tiny_model
 
 ROW_TOKENS = 40
@@ -49,6 +52,19 @@ def cut(rows, per_batch, learning_rate=1e-3) -> SimpleNamespace:
         for start in range(0, len(rows), per_batch)
     ]
     return SimpleNamespace(micro_batches=batches, num_trained=trained)
+
+
+def alone(model) -> ParallelModel:
+    """A whole model in one process."""
+    return ParallelModel([model], Mesh.single(), ParallelConfig())
+
+
+def accumulate(model, step, loss_fn=None) -> torch.Tensor:
+    return alone(model).accumulate(step.micro_batches, loss_fn)
+
+
+def state_of(optimizer) -> dict[str, torch.Tensor]:
+    return {name: value for name, _, value in optimizer.tensors()}
 
 
 def make_model(kind: str, dtype="fp32", dropout=0.2):
@@ -185,42 +201,42 @@ def test_packed_equals_separate_for_lora_gradients():
 def test_a_step_without_trained_tokens_changes_nothing():
     model, views = make_model("full")
     optimizer = AdamW(views, OptimConfig(weight_decay=0.5))
-    before = dict(optimizer.tensors())
+    before = state_of(optimizer)
     rows = [documents((20,), 1, share=0.0), documents((9,), 2, share=0.0)]
-    assert train_step(model, optimizer, cut(rows, 1)) is None
-    assert all(torch.equal(value, before[name]) for name, value in optimizer.tensors())
+    assert train_step(alone(model), optimizer, cut(rows, 1)) is None
+    assert all(torch.equal(value, before[name]) for name, value in state_of(optimizer).items())
     assert optimizer.step_count == 0
-    assert mean_loss(model, cut(rows, 1).micro_batches) is None
+    assert mean_loss(alone(model), cut(rows, 1).micro_batches) is None
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_train_step_takes_the_batch_s_learning_rate(dtype):
     model, views = make_model("full", dtype)
     optimizer = AdamW(views, OptimConfig(max_grad_norm=0.0, adam_epsilon=1e-20))
-    before = dict(optimizer.tensors())
-    metrics = train_step(model, optimizer, cut(eight_rows(), 4, learning_rate=0.25))
+    before = state_of(optimizer)
+    metrics = train_step(alone(model), optimizer, cut(eight_rows(), 4, learning_rate=0.25))
     assert bool(metrics.finite)
     key = "master/model.norm.weight" if dtype == "bf16" else "weight/model.norm.weight"
-    moved = (dict(optimizer.tensors())[key] - before[key]).abs()
+    moved = (state_of(optimizer)[key] - before[key]).abs()
     torch.testing.assert_close(moved, torch.full_like(moved, 0.25))  # Adam's first step is the learning rate
 
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_metrics_arrive_on_the_host(finite):
-    metrics = StepMetrics(torch.tensor(1.25), torch.tensor(0.3), torch.tensor(finite))
-    assert PendingMetrics(metrics).read() == (1.25, torch.tensor(0.3).item(), finite)
+    metrics = StepMetrics(*map(torch.tensor, (1.25, 0.3, finite, 77.0, 0.0)))
+    assert PendingMetrics(metrics).read() == (1.25, torch.tensor(0.3).item(), finite, 77, False)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_metrics_do_not_wait_for_what_was_launched_after_them():
-    metrics = StepMetrics(*(torch.ones((), device="cuda") for _ in range(3)))
+    metrics = StepMetrics(*(torch.ones((), device="cuda") for _ in range(5)))
     PendingMetrics(metrics).read()  # pinned memory is there from now on
     torch.cuda.synchronize()
     pending = PendingMetrics(metrics)
     torch.cuda._sleep(2_000_000_000)  # about a second
     later = torch.cuda.current_stream().record_event()
-    assert pending.read() == (1.0, 1.0, True)
+    assert pending.read() == (1.0, 1.0, True, 1, True)
     assert not later.query()
     torch.cuda.synchronize()
 
@@ -231,7 +247,7 @@ def test_grad_norm_is_that_of_the_mean_loss():
     accumulate(model, step)
     expected = torch.stack([value.norm() for value in gradients(model, views).values()]).norm()
     optimizer = AdamW(views, OptimConfig())
-    assert train_step(model, optimizer, step).grad_norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert train_step(alone(model), optimizer, step).grad_norm.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_evaluation_is_the_exact_token_mean_without_dropout():
@@ -241,6 +257,6 @@ def test_evaluation_is_the_exact_token_mean_without_dropout():
     expected = accumulate(model, cut(rows, 8)).item()
     model.train()
     for per_batch in (1, 3, 8):
-        found = mean_loss(model, cut(rows, per_batch).micro_batches)
+        found = mean_loss(alone(model), cut(rows, per_batch).micro_batches)
         assert found == pytest.approx(expected, rel=1e-6)
     assert model.training

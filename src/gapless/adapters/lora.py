@@ -218,8 +218,18 @@ def apply_lora(model: Decoder, config: AdapterConfig, *, seed: int) -> None:
     modules = select_modules(model, config.target_modules)
     _check_rank(model, config.r, modules)
     apply_to_modules(model, config, modules)
+    reset_adapters(model, seed)
+
+
+def reset_adapters(model: Decoder, seed: int) -> None:
+    """Draw first values for all adapters that have memory and are not sharded.
+
+    Args:
+        model: adapted; of a model that is cut each piece gets its values of the whole.
+        seed: of the run.
+    """
     for index, _, _, linear, holder in _linears(model):
-        if isinstance(linear, LoraLinear):
+        if isinstance(linear, LoraLinear) and not linear.lora_a.is_meta and not hasattr(linear.lora_a, "placements"):
             linear.reset(seed, {part.name: _module_name(index, holder, part) for part in linear.adapted})
 
 

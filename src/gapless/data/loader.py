@@ -40,10 +40,10 @@ class TrainStep:
     """Passes over the data when this step is done."""
     store: TokenStore = field(repr=False)
     documents: np.ndarray = field(repr=False)
-    """Store indices of this rank's documents."""
+    """Store indices of the documents of all ranks."""
 
     def where(self) -> list[str]:
-        """The places of the source rows in this rank's micro-batches, for messages."""
+        """The places of the source rows in all ranks' micro-batches, for messages."""
         return [self.store.where(int(index)) for index in self.documents]
 
 
@@ -184,11 +184,23 @@ class Loader:
         if changed:
             raise ValueError(
                 f"the order of rows would differ from the checkpoint's: {', '.join(changed)}; resume with the same "
-                "settings (rows_per_step is batch size x gradient accumulation x ranks)"
+                f"settings{self._rows_remedy(state['order'])}"
             )
         self.close()
         self._position = _Position(step=state["step"], epoch=state["epoch"], step_in_epoch=state["step_in_epoch"])
         self._next_to_build = self._position
+
+    def _rows_remedy(self, order: dict[str, Any]) -> str:
+        before, once = order.get("rows_per_step"), self._layout.rows * self._world_size
+        if before is None or before == self._step_rows:
+            return ""
+        ranks = f"{self._world_size} data-parallel rank{'s' if self._world_size > 1 else ''}"
+        text = (
+            f" (rows_per_step is batch size {self._layout.rows} x gradient accumulation {self._accumulation} x {ranks}"
+        )
+        if before % once:
+            return f"{text}; {before} do not divide by {once}: use another number of ranks or another batch size)"
+        return f"{text}; set training.gradient_accumulation_steps to {before // once})"
 
     def close(self) -> None:
         """Stop the worker. The loader can go on afterwards: the next step starts it again."""
@@ -233,7 +245,7 @@ class Loader:
             step=position.step,
             epoch=position.epoch + after.step_in_epoch / self.steps_per_epoch(position.epoch),
             store=self._store,
-            documents=np.concatenate([plan.row(row) for micro in rows for row in micro] or [plan.documents[:0]]),
+            documents=plan.documents[plan.bounds[first] : plan.bounds[end]],
         )
         self._next_to_build = after
         return _Built(step, after)

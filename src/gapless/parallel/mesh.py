@@ -41,6 +41,9 @@ class Mesh:
         """The mesh of a run in one process."""
         return cls(dict.fromkeys(AXES, 1))
 
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one process"
+
     @property
     def world_size(self) -> int:
         """Ranks in all."""
@@ -127,6 +130,6 @@ def build_mesh(config: ParallelConfig, *, rank: int = 0, world_size: int = 1, de
     sizes = mesh_sizes(config, world_size)
     if world_size == 1:
         return Mesh.single()
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh  # takes a while, and one process has no mesh
 
     return Mesh(sizes, rank, init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES))

@@ -140,6 +140,11 @@ class CheckpointWriter:
         if task is not None:
             task.result()
 
+    @property
+    def idle(self) -> bool:
+        """Whether all that was given to `save` is published."""
+        return self._task is None
+
     def poll(self) -> None:
         """Raise what went wrong in the thread, if it has ended; never waits."""
         if self._task is not None and not self._task.is_alive():

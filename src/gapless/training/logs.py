@@ -99,6 +99,30 @@ class RunLog:
             self._opened.close()
 
 
+class NoLog(RunLog):
+    """What ranks have that leave the logs to rank 0."""
+
+    def __init__(self) -> None:
+        """Open nothing."""
+        self._wandb = None
+
+    def write(self, metrics: Metrics) -> None:
+        """Nothing to do."""
+
+    def sync(self) -> None:
+        """Nothing to do."""
+
+    def evaluated(self, step: int) -> bool:
+        """Nothing is known here."""
+        return False
+
+    def draw(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
 def _tag(name: str) -> str:
     return f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"
 

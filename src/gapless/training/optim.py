@@ -8,6 +8,8 @@ the clip and the skip on the device it takes from attributes that are no more pu
 * Parameters in bf16 have float32 masters (unless `pure_bf16`), since a step of 1e-5 relative to the weight is lost in
   bf16's 8 bits. Moments are float32 always: in bf16 the second moment cannot decay by 0.999.
 * Gradients add up in float32 over micro-batches, those of bf16 parameters too.
+* A parameter that FSDP2 shards is updated as its local shard; FSDP2 brings its reduced gradient. One that it gathers in
+  bf16 is float32 itself, its own master.
 * The clip factor, the step count and the learning rate stay on the device. `step` reads nothing back: a non-finite
   loss or gradient norm makes the kernel leave every bit as it is, and closes the optimizer, so that a step launched
   before the host has seen the bad one changes nothing either.
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gapless.config import OptimConfig
-from gapless.models.weights import TensorView
+from gapless.models.views import TensorView, local_tensor
 
 
 @dataclass
@@ -32,13 +34,17 @@ class _Group:
 
     weight_decay: float
     params: list[nn.Parameter] = field(default_factory=list)
+    locals: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor | None] = field(default_factory=list)
+    """Buffers; None where FSDP2 makes the gradient."""
     exp_avgs: list[Tensor] = field(default_factory=list)
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor, Tensor, Tensor]]:
-        return zip(self.params, self.masters, self.grads, self.exp_avgs, self.exp_avg_sqs, strict=True)
+    def gradients(self) -> list[Tensor]:
+        """Float32, shaped like `locals`."""
+        pairs = zip(self.params, self.grads, strict=True)
+        return [_sharded_gradient(param) if grad is None else grad for param, grad in pairs]
 
 
 class AdamW:
@@ -47,17 +53,16 @@ class AdamW:
     Gradients are the optimizer's: `backward` adds into its float32 buffers, and `step` clears them.
     """
 
-    def __init__(self, views: Iterable[TensorView], config: OptimConfig) -> None:
+    def __init__(self, views: Iterable[TensorView], config: OptimConfig, device: torch.device | str = "cpu") -> None:
         """Take over the parameters of `views`.
 
         Args:
             views: every trained tensor by its on-disk name. Tensors of two and more dimensions decay; norms and biases
-                do not.
+                do not. A rank may have none.
             config: the settings; the learning rate comes with each step.
+            device: of the parameters.
         """
         self.views = list(views)
-        if not self.views:
-            raise ValueError("nothing to train: no parameter requires a gradient")
         self._betas = (config.adam_beta1, config.adam_beta2)
         self._eps = config.adam_epsilon
         self._max_norm = config.max_grad_norm or math.inf
@@ -71,13 +76,14 @@ class AdamW:
             if id(view.parameter) not in seen:
                 self._add(self._groups[0 if decays else 1], view.parameter)
             seen[id(view.parameter)] = decays
-        device = self.views[0].parameter.device
         self._step_count = torch.zeros((), dtype=torch.float32, device=device)
         self._open = torch.ones((), dtype=torch.bool, device=device)
         self._state = {
-            id(param): (master, exp_avg, exp_avg_sq)
+            id(param): (local, master, exp_avg, exp_avg_sq)
             for group in self._groups
-            for param, master, _, exp_avg, exp_avg_sq in group
+            for param, local, master, exp_avg, exp_avg_sq in zip(
+                group.params, group.locals, group.masters, group.exp_avgs, group.exp_avg_sqs, strict=True
+            )
         }
 
     @property
@@ -86,23 +92,52 @@ class AdamW:
         return self._step_count
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """The float32 gradient added up since the last step, shaped like the parameter."""
-        return next(grad for group in self._groups for param, _, grad, _, _ in group if param is parameter)
+        """The float32 gradient added up since the last step, shaped like this rank's part of the parameter."""
+        group, index = next(
+            (group, index) for group in self._groups for index, param in enumerate(group.params) if param is parameter
+        )
+        grad = group.grads[index]
+        return _sharded_gradient(parameter) if grad is None else grad
+
+    def buffers(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters whose gradients are added up in buffers here, with these, in the order of `views`."""
+        found = {
+            id(param): (param, grad)
+            for group in self._groups
+            for param, grad in zip(group.params, group.grads, strict=True)
+            if grad is not None
+        }
+        order = dict.fromkeys(id(view.parameter) for view in self.views)
+        return [found[key] for key in order if key in found]
 
     @torch.no_grad()
-    def step(self, loss: Tensor, learning_rate: Tensor) -> tuple[Tensor, Tensor]:
+    def squares(self, counts: Callable[[nn.Parameter], bool] = lambda _: True) -> Tensor:
+        """The sum of the squares of the gradients of the parameters that `counts` holds for, 0-d float32."""
+        grads = [
+            grad
+            for group in self._groups
+            for param, grad in zip(group.params, group.gradients(), strict=True)
+            if counts(param)
+        ]
+        if not grads:
+            return torch.zeros_like(self._step_count)
+        return torch.stack(torch._foreach_norm(grads)).square().sum()
+
+    @torch.no_grad()
+    def step(self, loss: Tensor, learning_rate: Tensor, norm: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Clip, update and clear the gradients, without a word to the host.
 
         Args:
             loss: the step's loss, 0-d.
             learning_rate: 0-d float32 on the device.
+            norm: the global gradient norm where other ranks have gradients too, 0-d float32.
 
         Returns:
             The global gradient norm before the clip (0-d float32), and whether loss and norm are finite (0-d bool). If
             they are not, nothing is changed, now or in later steps.
         """
-        grads = [grad for group in self._groups for grad in group.grads]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        if norm is None:
+            norm = self.squares().sqrt()
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         self._open &= finite
         # The kernel divides gradients by this scale. Never below 1, so that small gradients are not blown up.
@@ -112,90 +147,111 @@ class AdamW:
         for group in self._groups:
             self._update(group, learning_rate, scale, skip)
         self._step_count -= skip
-        torch._foreach_zero_(grads)
+        for group in self._groups:
+            if buffers := [grad for grad in group.grads if grad is not None]:
+                torch._foreach_zero_(buffers)
+            for param, grad in zip(group.params, group.grads, strict=True):
+                if grad is None:
+                    param.grad = None
         return norm, finite
 
     def close(self) -> None:
         """Let go of the parameters: their gradients are autograd's again."""
         for hook in self._hooks:
             hook.remove()
-        for param in self._parameters():
-            param.grad = None
+        for group in self._groups:
+            for param in group.params:
+                param.grad = None
 
     # ---- state by name ----
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The state as (kind/name, tensor in its on-disk shape), one at a time.
+    def tensors(
+        self, selected: Callable[[TensorView], bool] = lambda _: True
+    ) -> Iterator[tuple[str, TensorView, Tensor]]:
+        """The state as (kind/name, view, the view's box in the file's dimensions), one at a time.
 
-        Kinds are weight, exp_avg and exp_avg_sq, and master where the weight alone would lose bits.
+        Kinds are weight, exp_avg and exp_avg_sq, and master where the weight alone would lose bits. They are the same
+        in every layout.
         """
         for view in self.views:
-            for kind, tensor in self._kinds(view.parameter).items():
-                yield f"{kind}/{view.name}", view.read(tensor)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names `tensors` yields and `load` needs, with their shapes."""
-        return {f"{kind}/{view.name}": view.shape for view in self.views for kind in self._kinds(view.parameter)}
+            if selected(view):
+                local, master, exp_avg, exp_avg_sq = self._state[id(view.parameter)]
+                weight = view.read(local).to(_stored_dtype(view))
+                yield f"weight/{view.name}", view, weight
+                if master.dtype != weight.dtype:
+                    yield f"master/{view.name}", view, view.read(master)
+                yield f"exp_avg/{view.name}", view, view.read(exp_avg)
+                yield f"exp_avg_sq/{view.name}", view, view.read(exp_avg_sq)
 
     @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, Tensor]], step_count: int) -> None:
-        """Take over a state that `tensors` yielded; every name must be in `shapes`."""
-        views = {view.name: view for view in self.views}
-        for key, value in tensors:
-            kind, name = key.split("/", 1)
-            views[name].write(self._kinds(views[name].parameter)[kind], value)
-        self._step_count.fill_(step_count)
+    def load(self, read: Callable[[str, TensorView], Tensor], step_count: int) -> None:
+        """Take over a state that `tensors` yielded, perhaps in another layout.
 
-    def _kinds(self, param: nn.Parameter) -> dict[str, Tensor]:
-        master, exp_avg, exp_avg_sq = self._state[id(param)]
-        masters = {} if master.dtype == param.dtype else {"master": master}
-        return {"weight": param.data, **masters, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        Args:
+            read: (kind/name, view) -> the view's box of that tensor.
+            step_count: updates made.
+        """
+        for view in self.views:
+            local, master, exp_avg, exp_avg_sq = self._state[id(view.parameter)]
+            if master.dtype != _stored_dtype(view):
+                view.write(master, read(f"master/{view.name}", view))
+            if master is not local or master.dtype == _stored_dtype(view):
+                view.write(local, read(f"weight/{view.name}", view))
+            view.write(exp_avg, read(f"exp_avg/{view.name}", view))
+            view.write(exp_avg_sq, read(f"exp_avg_sq/{view.name}", view))
+        self._step_count.fill_(step_count)
 
     # ---- the parts of a step ----
 
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (param for group in self._groups for param in group.params)
-
     def _add(self, group: _Group, param: nn.Parameter) -> None:
-        grad = torch.zeros_like(param, dtype=torch.float32)
-        if param.dtype == torch.float32:
-            param.grad = grad  # autograd adds into it in place
-        else:
+        local = local_tensor(param)
+        grad = None
+        if param.dtype != torch.float32:
+            grad = torch.zeros_like(local, dtype=torch.float32)
             self._hooks.append(param.register_post_accumulate_grad_hook(_move_into(grad)))
+        elif not hasattr(param, "placements"):
+            param.grad = grad = torch.zeros_like(local)  # autograd adds into it in place
         group.params.append(param)
+        group.locals.append(local)
         # A float32 parameter is its own master; so is a bf16 one when asked for.
         own = param.dtype == torch.float32 or self._pure_bf16
-        group.masters.append(param.data if own else param.data.float())
+        group.masters.append(local if own else local.float())
         group.grads.append(grad)
-        group.exp_avgs.append(torch.zeros_like(grad))
-        group.exp_avg_sqs.append(torch.zeros_like(grad))
+        group.exp_avgs.append(torch.zeros_like(local, dtype=torch.float32))
+        group.exp_avg_sqs.append(torch.zeros_like(local, dtype=torch.float32))
 
     def _update(self, group: _Group, learning_rate: Tensor, scale: Tensor, skip: Tensor) -> None:
         if self._pure_bf16:
             # One parameter at a time, so that only one float32 copy lives at any moment.
-            for param, master, grad, exp_avg, exp_avg_sq in group:
-                wide = master.float()
-                alone = _Group(group.weight_decay, [param], [wide], [grad], [exp_avg], [exp_avg_sq])
-                self._kernel(alone, learning_rate, scale, skip)
-                param.copy_(wide)
+            state = zip(group.locals, group.gradients(), group.exp_avgs, group.exp_avg_sqs, strict=True)
+            for local, grad, exp_avg, exp_avg_sq in state:
+                wide = local.float()
+                self._kernel(group.weight_decay, ([wide], [grad], [exp_avg], [exp_avg_sq]), learning_rate, scale, skip)
+                local.copy_(wide)
         elif group.params:
-            self._kernel(group, learning_rate, scale, skip)
-            narrow = [pair for pair in zip(group.params, group.masters, strict=True) if pair[0].dtype != pair[1].dtype]
+            state = (group.masters, group.gradients(), group.exp_avgs, group.exp_avg_sqs)
+            self._kernel(group.weight_decay, state, learning_rate, scale, skip)
+            narrow = [pair for pair in zip(group.locals, group.masters, strict=True) if pair[0].dtype != pair[1].dtype]
             if narrow:
-                torch._foreach_copy_([param for param, _ in narrow], [master for _, master in narrow])
+                torch._foreach_copy_([local for local, _ in narrow], [master for _, master in narrow])
 
-    def _kernel(self, group: _Group, learning_rate: Tensor, scale: Tensor, skip: Tensor) -> None:
+    def _kernel(
+        self,
+        weight_decay: float,
+        state: tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]],
+        learning_rate: Tensor,
+        scale: Tensor,
+        skip: Tensor,
+    ) -> None:
+        """Update the first of four parallel lists: masters, gradients, first and second moments."""
         torch._fused_adamw_(
-            group.masters,
-            group.grads,
-            group.exp_avgs,
-            group.exp_avg_sqs,
+            *state,
             [],
-            [self._step_count] * len(group.masters),
+            [self._step_count] * len(state[0]),
             lr=learning_rate,
             beta1=self._betas[0],
             beta2=self._betas[1],
-            weight_decay=group.weight_decay,
+            weight_decay=weight_decay,
             eps=self._eps,
             amsgrad=False,
             maximize=False,
@@ -204,12 +260,37 @@ class AdamW:
         )
 
 
+def state_shapes(views: Iterable[TensorView], config: OptimConfig) -> dict[str, tuple[int, ...]]:
+    """The names of all the state that `tensors` yields on all ranks together, with their shapes in files.
+
+    Args:
+        views: those of the whole model, which may have no memory.
+        config: of the optimizer.
+    """
+    shapes = {}
+    for view in views:
+        wide = _stored_dtype(view) == torch.float32 or config.pure_bf16
+        for kind in ("weight", *(() if wide else ("master",)), "exp_avg", "exp_avg_sq"):
+            shapes[f"{kind}/{view.name}"] = view.full_shape
+    return shapes
+
+
+def _stored_dtype(view: TensorView) -> torch.dtype:
+    return view.dtype or view.parameter.dtype
+
+
+def _sharded_gradient(parameter: nn.Parameter) -> Tensor:
+    """What FSDP2 has left in a parameter's gradient; zeros if no backward has been."""
+    grad = parameter.grad
+    return torch.zeros_like(local_tensor(parameter)) if grad is None else local_tensor(grad)
+
+
 def _move_into(total: Tensor) -> Callable[[Tensor], None]:
     """A hook that adds a parameter's low-precision gradient to its float32 total as soon as autograd has made it."""
 
     def hook(param: Tensor) -> None:
         assert param.grad is not None
-        total.add_(param.grad)
+        total.add_(local_tensor(param.grad))
         param.grad = None
 
     return hook

@@ -23,6 +23,7 @@ from typing import Any
 
 from gapless.config import RunConfig
 from gapless.config_file import dump_config
+from gapless.parallel.world import World
 from gapless.training import files
 from gapless.training.checkpoint import Checkpoint, open_newest
 
@@ -36,6 +37,19 @@ FREE = {
     "training.save_steps",
     "training.save_total_limit",
     "training.resume",
+    "training.async_save",
+    "parallel.dp_replicate_size",
+    "parallel.dp_shard_size",
+    "parallel.tp_size",
+    "parallel.pp_size",
+    "parallel.zero_stage",
+    "parallel.shard_frozen",
+    "parallel.sequence_parallel",
+    "parallel.pp_schedule",
+    "parallel.timeout",
+    # Their product with the number of ranks is compared with the loader's state.
+    "training.per_device_train_batch_size",
+    "training.gradient_accumulation_steps",
     "logging.logging_steps",
     "logging.report_to",
     "logging.sample_prompts",
@@ -86,14 +100,14 @@ def open_run_folder(config: RunConfig) -> Generator[Path]:
             raise
 
 
-def open_checkpoint_to_resume(config: RunConfig, now: dict[str, Any], folder: Path) -> Checkpoint | None:
+def open_checkpoint_to_resume(config: RunConfig, now: dict[str, Any], folder: Path, world: World) -> Checkpoint | None:
     """The newest checkpoint of the run, if this is how the run begins; `now` are its `settings`.
 
     Raises:
         ValueError: there is one although resume is "never", it is damaged, or it belongs to other settings; or there is
             none and the folder has a result.
     """
-    checkpoint = open_newest(folder / "checkpoints")
+    checkpoint = open_newest(folder / "checkpoints", world)
     if checkpoint is None:
         for name in ("adapter", "model"):
             if (folder / name).exists():

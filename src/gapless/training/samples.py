@@ -11,10 +11,11 @@ from gapless.models.decoder import Decoder
 from gapless.training import files
 
 
-def write_samples(path: Path, model: Decoder, tokenizer: Tokenizer, config: LoggingConfig, step: int) -> None:
+def write_samples(path: Path | None, model: Decoder, tokenizer: Tokenizer, config: LoggingConfig, step: int) -> None:
     """Append greedy answers to the sample prompts.
 
-    Answers of this step and later ones, which a run that was killed has left, are replaced.
+    Answers of this step and later ones, which a run that was killed has left, are replaced. Without a path the answers
+    are only computed, for the ranks that hold the rest of the model.
 
     Raises:
         ValueError: the file cannot be written.
@@ -22,6 +23,8 @@ def write_samples(path: Path, model: Decoder, tokenizer: Tokenizer, config: Logg
     conversations = [[{"role": "user", "content": prompt}] for prompt in config.sample_prompts]
     prompts = [tokenizer.chat_ids(messages, add_generation_prompt=True) for messages in conversations]
     answers = generate(model, tokenizer, prompts, max_new_tokens=config.sample_tokens)
+    if path is None:
+        return
     section = [f"## Step {step}\n"]
     for prompt, answer in zip(config.sample_prompts, answers, strict=True):
         section.append(f"**{' '.join(prompt.split())}**\n\n{_quote(answer.text)}\n")

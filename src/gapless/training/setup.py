@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gapless.adapters.lora import adapter_views, apply_lora
+from gapless import parallel
+from gapless.adapters.lora import adapter_views, apply_lora, reset_adapters
 from gapless.batch import BatchLayout, PackedBatch
 from gapless.config import RunConfig
 from gapless.data.loader import Loader, eval_batches
@@ -21,31 +22,52 @@ from gapless.data.store import TokenStore, tokenize
 from gapless.data.tokenizer import Tokenizer
 from gapless.inference.load import DTYPES, find_model
 from gapless.models.decoder import Decoder
-from gapless.models.weights import TensorView, hf_views, load_weights
+from gapless.models.views import TensorView, hf_views
+from gapless.models.weights import StoredWeights, meta_decoder
+from gapless.parallel.mesh import Mesh
+from gapless.parallel.model import ParallelModel
+from gapless.parallel.world import World
 
 RowSequence = Sequence[Mapping[str, Any]]
 """Rows in memory: a list of dicts, or what is used like one."""
 
 
-def build_model(config: RunConfig, tokenizer: Tokenizer, device: torch.device) -> tuple[Decoder, list[TensorView]]:
-    """The decoder with its adapters, and every tensor that is trained under its on-disk name.
+def describe_model(config: RunConfig, tokenizer: Tokenizer) -> Decoder:
+    """The decoder with its adapters, without memory; of the weights' files only the headers are read, and checked.
 
     Raises:
         ValueError: the folder's model and tokenizer do not belong together, or what `load_weights` refuses.
     """
-    model = load_weights(
-        config.model.path, dtype=DTYPES[config.model.dtype], device=device, max_length=config.data.max_length
-    )
+    path, dtype = config.model.path, DTYPES[config.model.dtype]
+    model = meta_decoder(path, dtype=dtype, max_length=config.data.max_length)
+    StoredWeights(path).check(model)
     if tokenizer.vocab_size > model.config.vocab:
         raise ValueError(
             f"{config.model.path}: the tokenizer has {tokenizer.vocab_size} tokens, the model embeds "
             f"{model.config.vocab}; take the tokenizer that came with the weights, or resize the embedding first"
         )
     model.train()
-    if config.adapter.type == "none":
-        return model, list(hf_views(model))
-    apply_lora(model, config.adapter, seed=config.training.seed)
-    return model, list(adapter_views(model))
+    if config.adapter.type == "lora":
+        apply_lora(model, config.adapter, seed=config.training.seed)
+    return model
+
+
+def build_model(config: RunConfig, described: Decoder, mesh: Mesh, device: torch.device) -> ParallelModel:
+    """This rank's part of a model that `describe_model` gave, its weights read and new adapters drawn."""
+    stored = StoredWeights(config.model.path)
+
+    def fill(stage: Decoder, parameters: Iterable[torch.nn.Parameter]) -> None:
+        wanted = {id(parameter) for parameter in parameters}
+        stored.fill(view for view in hf_views(stage) if id(view.parameter) in wanted)
+        reset_adapters(stage, config.training.seed)
+
+    return parallel.apply(described, config, mesh, fill, device=device)
+
+
+def trained_views(config: RunConfig, *stages: Decoder) -> list[TensorView]:
+    """What is here of every tensor that is trained, under its on-disk name."""
+    views = hf_views if config.adapter.type == "none" else adapter_views
+    return [view for stage in stages for view in views(stage)]
 
 
 def length_note(config: RunConfig) -> str | None:
@@ -92,14 +114,33 @@ def open_data(
 
 
 def build_stores(
-    config: RunConfig, tokenizer: Tokenizer, train_rows: Rows, eval_rows: Rows | None, show: Callable[[str], None]
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    rows: tuple[Rows, Rows | None],
+    show: Callable[[str], None],
+    world: World,
 ) -> tuple[TokenStore, TokenStore | None]:
-    """The tokenised rows to train on and to evaluate on; `show` hears of the progress."""
+    """The tokenised rows to train on and to evaluate on; `show` hears of the progress.
+
+    One rank tokenises into the spool; the others wait for it outside of any collective, and open what it has written.
+    """
     cache = Path(config.data.cache_dir or Path(config.training.output_dir, "tokens"))
-    train = tokenize(train_rows, tokenizer, config.data, cache_dir=cache, progress=row_progress(show))
-    if eval_rows is None:
-        return train, None
-    return train, tokenize(eval_rows, tokenizer, config.data, cache_dir=cache, progress=row_progress(show))
+
+    def build(source: Rows) -> TokenStore:
+        made: list[TokenStore] = []
+
+        def make() -> None:
+            if not made:
+                made.append(tokenize(source, tokenizer, config.data, cache_dir=cache, progress=row_progress(show)))
+
+        world.first("tokenise", make)
+        # Where nodes do not share the cache, one rank of each other node does it again.
+        world.first("tokenise on this node", make, per_node=True)
+        make()
+        return made[0]
+
+    train, evaluation = rows
+    return build(train), None if evaluation is None else build(evaluation)
 
 
 def row_progress(show: Callable[[str], None], seconds: float = 10.0) -> Callable[[int, int], None]:
@@ -124,11 +165,18 @@ def build_layout(config: RunConfig, model: Decoder, rows: int) -> BatchLayout:
 
 
 def evaluation_batches(
-    config: RunConfig, store: TokenStore, layout: BatchLayout, device: torch.device
+    config: RunConfig, store: TokenStore, layout: BatchLayout, mesh: Mesh, device: torch.device
 ) -> Iterator[PackedBatch]:
-    """All evaluation rows in a fixed order."""
-    data = config.data
-    return eval_batches(store, layout, packing=data.packing, packing_window=data.packing_window, device=device)
+    """All evaluation rows in a fixed order, this rank's."""
+    return eval_batches(
+        store,
+        layout,
+        packing=config.data.packing,
+        packing_window=config.data.packing_window,
+        rank=mesh.data_rank,
+        world_size=mesh.data_size,
+        device=device,
+    )
 
 
 def build_loader(
@@ -136,9 +184,10 @@ def build_loader(
     store: TokenStore,
     layout: BatchLayout,
     learning_rate: Callable[[int], float],
+    mesh: Mesh,
     device: torch.device,
 ) -> Loader:
-    """The loader of training steps."""
+    """The loader of this rank's training steps."""
     return Loader(
         store,
         layout,
@@ -148,6 +197,8 @@ def build_loader(
         packing=config.data.packing,
         packing_window=config.data.packing_window,
         learning_rate=learning_rate,
+        rank=mesh.data_rank,
+        world_size=mesh.data_size,
         device=device,
     )
 

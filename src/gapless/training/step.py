@@ -1,25 +1,23 @@
-"""One optimizer step over its micro-batches.
-
-The loss is L = (sum of the token losses of all micro-batches) / N, where N, the trained tokens of the whole step, is
-known before the first backward. Every micro-batch runs backward on its own sum / N, so the gradients are those of one
-large batch however its rows are cut.
-"""
+"""One optimizer step over its micro-batches; see `gapless.parallel.loss` for what is exact about it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gapless.batch import PackedBatch
 from gapless.data.loader import TrainStep
-from gapless.models.decoder import Decoder
+from gapless.parallel.loss import LossFunction
+from gapless.parallel.model import ParallelModel
 from gapless.training.optim import AdamW
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(logits float32 [M, V], labels int64 [M]) of M trained tokens -> the SUM of their losses, 0-d."""
+_EVALUATED_TOGETHER = 8
+"""Evaluation batches that go through a pipeline at a time."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,20 @@ class StepMetrics:
     """Global norm of the gradient of L, before the clip."""
     finite: Tensor
     """Whether both are finite; if not, the step changed nothing."""
+    tokens: Tensor
+    """Of all ranks, padding left out."""
+    stops: Tensor
+    """Ranks that asked for this step to be the last."""
+
+
+class StepNumbers(NamedTuple):
+    """The same on the host."""
+
+    loss: float
+    grad_norm: float
+    finite: bool
+    tokens: int
+    stop: bool
 
 
 class PendingMetrics:
@@ -43,87 +55,74 @@ class PendingMetrics:
 
     def __init__(self, metrics: StepMetrics) -> None:
         """Queue the copy; returns at once."""
-        values = torch.stack([metrics.loss, metrics.grad_norm, metrics.finite.float()])
-        self._values = values.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
+        values = [metrics.loss, metrics.grad_norm, metrics.finite.float(), metrics.tokens, metrics.stops]
+        self._values = torch.stack(values).to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream().record_event() if metrics.loss.is_cuda else None
 
-    def read(self) -> tuple[float, float, bool]:
-        """Loss, gradient norm and whether they are finite, as soon as the step is done."""
+    def read(self) -> StepNumbers:
+        """The numbers, as soon as the step is done."""
         if self._copied is not None:
             self._copied.synchronize()
-        loss, grad_norm, finite = self._values.tolist()
-        return loss, grad_norm, bool(finite)
+        loss, grad_norm, finite, tokens, stops = self._values.tolist()
+        return StepNumbers(loss, grad_norm, bool(finite), int(tokens), bool(stops))
 
 
 def train_step(
-    model: Decoder, optimizer: AdamW, data: TrainStep, loss_fn: LossFunction | None = None
+    model: ParallelModel,
+    optimizer: AdamW,
+    data: TrainStep,
+    loss_fn: LossFunction | None = None,
+    *,
+    counts: Callable[[nn.Parameter], bool] = lambda _: True,
+    stop: bool = False,
 ) -> StepMetrics | None:
     """Forward, backward, clip and update, with no copy from the device to the host.
 
     Args:
-        model: the decoder; its trained parameters are the optimizer's.
+        model: its trained parameters are the optimizer's.
         optimizer: holds the gradients; they must be clear.
-        data: the micro-batches and N.
+        data: this rank's micro-batches and N.
         loss_fn: a loss of the user's; cross-entropy otherwise.
+        counts: whether this rank counts a parameter in the gradient norm (see `Ownership`).
+        stop: whether this rank asks for the step to be the last; all ranks learn of it.
 
     Returns:
-        The metrics, or None where the step has nothing to train (N = 0) and was skipped.
+        The metrics, the same on all ranks, or None where the step has nothing to train (N = 0) and was skipped.
     """
     if data.num_trained == 0:
         return None
-    total = accumulate(model, data, loss_fn)
-    grad_norm, finite = optimizer.step(total, data.micro_batches[0].scalars.learning_rate)
-    return StepMetrics(total, grad_norm, finite)
-
-
-def accumulate(model: Decoder, data: TrainStep, loss_fn: LossFunction | None = None) -> Tensor:
-    """Add the gradients of L over the micro-batches; returns L, 0-d float32."""
-    losses = []
-    for batch in data.micro_batches:
-        loss = batch_loss(model, batch, loss_fn)
-        if loss is not None:
-            loss = loss / batch.scalars.num_trained
-            loss.backward()
-            losses.append(loss.detach().float())
-    return torch.stack(losses).sum()
-
-
-def batch_loss(model: Decoder, batch: PackedBatch, loss_fn: LossFunction | None = None) -> Tensor | None:
-    """The sum of a micro-batch's token losses, 0-d; None if it has no trained token.
-
-    Raises:
-        ValueError: the user's loss is not one number, or has no gradient where one is needed.
-    """
-    if batch.num_trained == 0:
-        return None
-    if loss_fn is None:
-        return model.loss(batch)
-    hidden, labels = model.trained_hidden(batch)
-    # The rows beyond are the bucket's padding: a user's loss sees trained tokens only.
-    loss = loss_fn(model.logits(hidden[: batch.num_trained]), labels[: batch.num_trained].long())
-    if not isinstance(loss, Tensor) or loss.shape != ():
-        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn must return the sum of the token losses as a 0-d tensor, not {found}")
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise ValueError(
-            "loss_fn returned a loss without a gradient; compute it from the logits with torch, without detach, item "
-            "or no_grad"
-        )
-    return loss
+    share = model.accumulate(data.micro_batches, loss_fn)
+    model.reduce(optimizer.gradient)
+    tokens = sum(batch.num_tokens for batch in data.micro_batches) if model.mesh.counts else 0
+    # One collective for all that is not a gradient. Numbers of the host become tensors by a fill, which does not wait.
+    own = [share, optimizer.squares(counts), torch.full_like(share, tokens), torch.full_like(share, stop)]
+    loss, squares, tokens, stops = model.mesh.sum(torch.stack(own)).unbind()
+    norm, finite = optimizer.step(loss, data.micro_batches[0].scalars.learning_rate, squares.sqrt())
+    return StepMetrics(loss, norm, finite, tokens, stops)
 
 
 @torch.no_grad()
-def mean_loss(model: Decoder, batches: Iterable[PackedBatch], loss_fn: LossFunction | None = None) -> float | None:
-    """The mean loss of all trained tokens of `batches`, each counted once whatever its batch; None if there is none."""
-    losses, num_trained = [], 0
-    training = model.training
-    model.eval()
+def mean_loss(
+    model: ParallelModel, batches: Iterable[PackedBatch], loss_fn: LossFunction | None = None
+) -> float | None:
+    """The mean loss of all trained tokens of all ranks' batches, each counted once; None if there is none.
+
+    Args:
+        model: the model.
+        batches: this rank's, of which ranks have equally many (see `eval_batches`).
+        loss_fn: a loss of the user's; cross-entropy otherwise.
+    """
+    totals = []
+    model.modes(training=False)
     try:
-        for batch in batches:
-            loss = batch_loss(model, batch, loss_fn)
-            if loss is not None:
-                losses.append(loss.double())
-                num_trained += batch.num_trained
+        rest = iter(batches)
+        while some := list(islice(rest, _EVALUATED_TOGETHER)):
+            loss = model.loss_sum(some, loss_fn)
+            trained = sum(batch.num_trained for batch in some) if model.mesh.counts else 0
+            totals.append(torch.stack([loss, torch.full_like(loss, trained)]))
     finally:
-        model.train(training)
-    return torch.stack(losses).sum().item() / num_trained if num_trained else None
+        model.modes(training=True)
+    if not totals:
+        return None
+    loss_sum, num_trained = model.mesh.sum(torch.stack(totals).sum(dim=0)).tolist()
+    return loss_sum / num_trained if num_trained else None

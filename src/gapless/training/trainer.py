@@ -7,6 +7,9 @@
 
 Metrics are read one step late, so that the device never waits for the host. Before a checkpoint is published its own
 step's metrics are read: a step that went wrong is never saved.
+
+Every rank of a job runs all of this. What there is once (run folder, metrics, result) is rank 0's, for which the others
+wait outside of collectives; what one of them decides (to stop) or knows (where to go on) all learn.
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-import torch
-
 from gapless.config import RunConfig
 from gapless.config_file import check_config
 from gapless.data.loader import TrainStep
 from gapless.data.store import TokenStore
 from gapless.data.tokenizer import Tokenizer
 from gapless.inference.load import pick_device
-from gapless.parallel.world import World
+from gapless.models.decoder import Decoder
+from gapless.parallel import check_layout
+from gapless.parallel.launch import launched
+from gapless.parallel.mesh import build_mesh, mesh_sizes
+from gapless.parallel.ownership import Ownership
 from gapless.training import run_folder, setup
 from gapless.training.callbacks import Callback, TrainResult, check_callbacks
 from gapless.training.checkpoint import (
@@ -42,14 +47,15 @@ from gapless.training.checkpoint import (
     open_checkpoint,
 )
 from gapless.training.display import Clock, make_display
-from gapless.training.logs import RunLog, check_loggers
+from gapless.training.logs import NoLog, RunLog, check_loggers
 from gapless.training.metrics import Metrics
-from gapless.training.optim import AdamW
+from gapless.training.optim import AdamW, state_shapes
 from gapless.training.result import existing_result, write_result
 from gapless.training.samples import write_samples
 from gapless.training.schedule import make_schedule
 from gapless.training.signals import StopSignals
-from gapless.training.step import LossFunction, PendingMetrics, mean_loss, train_step
+from gapless.training.start import start_facts
+from gapless.training.step import LossFunction, PendingMetrics, StepNumbers, mean_loss, train_step
 
 
 class NonFiniteLossError(ValueError):
@@ -87,7 +93,8 @@ class Trainer:
     """A run.
 
     Attributes (once training has begun):
-        model: the decoder, adapters applied.
+        model: the decoder, adapters applied; of a job's many ranks each has its part.
+        rank: of this process; the main one is 0.
         tokenizer: the model's.
         optimizer: AdamW over what is trained.
         device: where the model is.
@@ -123,7 +130,7 @@ class Trainer:
         """
         config = check_config(config, train_rows=train_rows is not None, eval_rows=eval_rows is not None)
         self.config = config
-        self.step = 0
+        self.step = self.rank = 0
         self._loss_fn = loss_fn
         self._settings = run_folder.settings(config, own_loss=loss_fn is not None)
         self._train_rows = setup.check_rows("train_rows", train_rows)
@@ -133,8 +140,11 @@ class Trainer:
             raise ValueError(f"loss_fn must be a function, not {type(loss_fn).__name__}")
 
     def stop(self) -> None:
-        """End the run after the current step, as if it were the last: save, evaluate, write the result."""
-        self._stop = True
+        """End the run after the current step, as if it were the last: save, evaluate, write the result.
+
+        In a job of many ranks any one of them may ask; all end after the same step, perhaps the next.
+        """
+        self._asked = True
 
     def train(self) -> TrainResult:
         """Train, from the newest checkpoint in the run folder if there is one.
@@ -144,19 +154,23 @@ class Trainer:
             FileNotFoundError: a file of the run is missing.
         """
         self.step = 0
-        self._stop = False
+        self._asked = self._stop = False
+        self._stopped_by: str | None = None
         self._signals = StopSignals()
         self._totals = Totals()
         self._pending: Pending | None = None
         self._evaluated: int | None = None
         self._saved: int | None = None
+        self._unannounced: Path | None = None
         self._result: Path | None = None
         with ExitStack() as self._opened:
             self._opened.enter_context(setup.determinism(self.config.training.deterministic))
-            self._check()
-            self._folder = self._opened.enter_context(run_folder.open_run_folder(self.config))
-            self._display = self._opened.enter_context(closing(make_display()))
-            checkpoint = self._prepare()
+            self.device = pick_device(self.config.model.device)
+            self._world = self._opened.enter_context(launched(self.config.parallel, self.device.type))
+            self.rank = self._world.rank
+            described = self._check()
+            self._open_folder()
+            checkpoint = self._prepare(described)
             if self._result is not None and self.step == self.total_steps:
                 self._display.message(f"already finished at step {self.step}; the result is {self._result}")
                 return self._train_result(self._result)
@@ -167,43 +181,69 @@ class Trainer:
 
     # ---- before the first step ----
 
-    def _check(self) -> None:
-        """Refuse what can be refused before the run folder is made and rows are read."""
-        self.device = pick_device(self.config.model.device)
+    def _check(self) -> Decoder:
+        """Refuse what can be refused before the run folder is made and rows are read; returns the model described."""
         check_loggers(self.config)
         self.tokenizer = Tokenizer.from_folder(self.config.model.path, self.config.data.chat_template)
-        # Without memory for the weights, only the headers of their files are read.
-        setup.build_model(self.config, self.tokenizer, torch.device("meta"))
+        described = setup.describe_model(self.config, self.tokenizer)
+        sizes = mesh_sizes(self.config.parallel, self._world.size)
+        check_layout(self.config, described.config, sizes)
         self._rows = setup.open_data(self.config, self._train_rows, self._eval_rows)
-
-    def _prepare(self) -> Checkpoint | None:
-        """Everything as the newest checkpoint, which is returned, left it; nothing in the folder is changed."""
-        checkpoint = run_folder.open_checkpoint_to_resume(self.config, self._settings, self._folder)
         self._base = run_folder.base_identity(self.config.model.path)
+        self._world.agree("the start", start_facts(self.config, **{"the model's digest": self._base["digest"]}))
+        self._mesh = build_mesh(
+            self.config.parallel, rank=self.rank, world_size=self._world.size, device_type=self.device.type
+        )
+        return described
+
+    def _open_folder(self) -> None:
+        """Open the run folder, which rank 0 makes and locks, and what is shown."""
+        opened = run_folder.open_run_folder(self.config)
+        self._folder = Path(self._world.first("folder", lambda: str(self._opened.enter_context(opened))))
+        self._world.open_log(self._folder / "logs")
+        self._display = self._opened.enter_context(closing(make_display(self._world)))
+
+    def _prepare(self, described: Decoder) -> Checkpoint | None:
+        """Everything as the newest checkpoint, which is returned, left it; nothing in the folder is changed."""
+        checkpoint = run_folder.open_checkpoint_to_resume(self.config, self._settings, self._folder, self._world)
         if checkpoint:
             run_folder.check_base(checkpoint, self._base)
         train_store, self._eval_store = setup.build_stores(
-            self.config, self.tokenizer, *self._rows, self._display.message
+            self.config, self.tokenizer, self._rows, self._display.message, self._world
         )
+        digests = {
+            f"the {name} rows' digest": store.fingerprint
+            for name, store in (("training", train_store), ("evaluation", self._eval_store))
+            if store
+        }
+        self._world.agree("the rows", digests)
         for name, store in (("train", train_store), ("eval", self._eval_store)):
             for line in store.report.lines() if store else ():
                 self._display.message(f"{name}: {line}")
-        self._build(train_store)
+        if checkpoint:
+            views = setup.trained_views(self.config, described)
+            check_names(checkpoint, state_shapes(views, self.config.optim))
+        self._build(described, train_store)
         if checkpoint:
             self._restore(checkpoint)
         return checkpoint
 
     def _begin(self, checkpoint: Checkpoint | None) -> None:
         """Open the logs, once nothing can be refused any more."""
-        run_folder.write_resolved(self.config, self._folder)
         state = checkpoint.state if checkpoint else {"seconds": 0.0, "wandb_id": None}
         self._clock = Clock(state["seconds"])
-        log = RunLog(self.config, after_step=self.step if checkpoint else None, wandb_id=state["wandb_id"])
+        if self.rank == 0:
+            run_folder.write_resolved(self.config, self._folder)
+            log = RunLog(self.config, after_step=self.step if checkpoint else None, wandb_id=state["wandb_id"])
+        else:
+            log = NoLog()
         self._log = self._opened.enter_context(closing(log))
+        if self._world.first("evaluated", lambda: self._log.evaluated(self.step)):
+            self._evaluated = self.step
         self._writer = self._opened.enter_context(
             CheckpointWriter(
                 self._folder / "checkpoints",
-                World.single(),
+                self._world,
                 keep=self.config.training.save_total_limit,
                 fault=self.fault,
                 asynchronous=self.config.training.async_save,
@@ -211,15 +251,20 @@ class Trainer:
         )
         self._announce(checkpoint)
 
-    def _build(self, store: TokenStore) -> None:
+    def _build(self, described: Decoder, store: TokenStore) -> None:
         """Model, optimizer, loader and schedule."""
         training = self.config.training
-        self.model, views = setup.build_model(self.config, self.tokenizer, self.device)
-        self.optimizer = self._opened.enter_context(closing(AdamW(views, self.config.optim)))
+        self._parallel = setup.build_model(self.config, described, self._mesh, self.device)
+        self._opened.enter_context(closing(self._parallel))
+        self.model = self._parallel.stages[0]
+        views = setup.trained_views(self.config, *self._parallel.stages)
+        self._ownership = Ownership(views, self._world)
+        self.optimizer = self._opened.enter_context(closing(AdamW(views, self.config.optim, self.device)))
+        self._parallel.bind(self.optimizer.buffers())
         rows = training.per_device_train_batch_size
         layout = setup.build_layout(self.config, self.model, rows)
         self._eval_layout = setup.build_layout(self.config, self.model, training.per_device_eval_batch_size or rows)
-        loader = setup.build_loader(self.config, store, layout, self._learning_rate, self.device)
+        loader = setup.build_loader(self.config, store, layout, self._learning_rate, self._mesh, self.device)
         self._loader = self._opened.enter_context(closing(loader))
         self.total_steps = setup.count_steps(self.config, self._loader)
         self._schedule = make_schedule(self.config.optim, self.total_steps)
@@ -227,16 +272,19 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Put everything where the checkpoint left it."""
         run_folder.check_total_steps(checkpoint, self.config, self.total_steps)
-        check_names(checkpoint, self.optimizer.shapes())
-        self.optimizer.load(checkpoint.tensors(), checkpoint.state["optimizer_steps"])
+        self.optimizer.load(
+            lambda name, view: checkpoint.read(name, view.offset, view.shape), checkpoint.state["optimizer_steps"]
+        )
         self._loader.load_state_dict(checkpoint.state["loader"])
         self._totals = Totals(**checkpoint.state["totals"])
         self.step = self._saved = checkpoint.step
-        self._result = existing_result(self.config, checkpoint.path)
+        found = self._world.first("result", lambda: str(existing_result(self.config, checkpoint.path) or ""))
+        self._result = Path(found) if found else None
 
     def _announce(self, checkpoint: Checkpoint | None) -> None:
-        trained = sum(math.prod(view.shape) for view in self.optimizer.views)
-        self._display.message(f"training {trained:,} parameters for {self.total_steps} steps on {self.device}")
+        trained = sum(self._world.share("trained", self._ownership.elements))
+        where = f"{self.device}" if self._world.size == 1 else f"{self._world.size} ranks ({self._mesh})"
+        self._display.message(f"training {trained:,} parameters for {self.total_steps} steps on {where}")
         if note := setup.length_note(self.config):
             self._display.message(note)
         if checkpoint:
@@ -258,8 +306,16 @@ class Trainer:
     def _train_step(self) -> None:
         """Launch a step, then read the metrics of the one before it."""
         self._writer.poll()
+        self._tell_saved()
         data = self._loader.next_step()
-        metrics = train_step(self.model, self.optimizer, data, self._loss_fn)
+        metrics = train_step(
+            self._parallel,
+            self.optimizer,
+            data,
+            self._loss_fn,
+            counts=self._ownership.counts,
+            stop=self._asked or self._signals.received is not None,
+        )
         self.step += 1
         self._result = None
         launched = None
@@ -282,7 +338,16 @@ class Trainer:
 
     @property
     def _ending(self) -> bool:
-        return self._stop or self._signals.received is not None
+        self._learn_of_stop()
+        return self._stop or self._stopped_by is not None
+
+    def _learn_of_stop(self, numbers: StepNumbers | None = None) -> None:
+        """One process stops as soon as it is told to. Many do after a step whose numbers told all that one is to."""
+        if self._world.size > 1 and not (numbers and numbers.stop):
+            return
+        told = self._world.share("stop", [self._asked, self._signals.received])
+        self._stop = any(asked for asked, _ in told)
+        self._stopped_by = next((signal for _, signal in told if signal), None)
 
     @property
     def _save_due(self) -> bool:
@@ -303,8 +368,9 @@ class Trainer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        loss, grad_norm, finite = pending.metrics.read()
-        if not finite:
+        numbers = pending.metrics.read()
+        loss, grad_norm = numbers.loss, numbers.grad_norm
+        if not numbers.finite:
             raise NonFiniteLossError(self._non_finite_text(pending, loss, grad_norm))
         self._totals.loss_sum += loss * pending.data.num_trained
         self._totals.trained_tokens += pending.data.num_trained
@@ -316,7 +382,7 @@ class Trainer:
             "learning_rate": self._schedule(pending.data.step),
             "epoch": pending.data.epoch,
             "trained_tokens": self._totals.trained_tokens,
-            "tokens_per_second": sum(batch.num_tokens for batch in pending.data.micro_batches) / max(seconds, 1e-9),
+            "tokens_per_second": numbers.tokens / max(seconds, 1e-9),
             "seconds": self._clock.seconds,
             "memory_gib": setup.memory_gib(self.device),
         }
@@ -326,6 +392,7 @@ class Trainer:
             self._display.step(line, self.total_steps, remaining)
         for callback in self._callbacks:
             callback.on_step_end(self, line)
+        self._learn_of_stop(numbers)
 
     def _non_finite_text(self, pending: Pending, loss: float, grad_norm: float) -> str:
         rows = pending.data.where()
@@ -352,15 +419,17 @@ class Trainer:
 
     def _evaluate_if_due(self) -> None:
         """Evaluate and sample, unless this was done at this step, or the log shows it was before a resume."""
-        if not self._evaluation_due or self._evaluated == self.step or self._log.evaluated(self.step):
+        if not self._evaluation_due or self._evaluated == self.step:
             return
-        if self._signals.received:
+        if self._interrupted():
             return  # the resumed run does it
         if self._eval_store is not None:
-            batches = setup.evaluation_batches(self.config, self._eval_store, self._eval_layout, self.device)
-            uninterrupted = takewhile(lambda _: not self._signals.received, batches)
-            loss = mean_loss(self.model, uninterrupted, self._loss_fn)
-            if loss is None or self._signals.received:
+            batches = setup.evaluation_batches(
+                self.config, self._eval_store, self._eval_layout, self._mesh, self.device
+            )
+            uninterrupted = takewhile(lambda _: not self._interrupted(), batches)
+            loss = mean_loss(self._parallel, uninterrupted, self._loss_fn)
+            if loss is None or self._interrupted():
                 return  # cut short
             self._display.message(f"step {self.step}/{self.total_steps}  eval loss {loss:.4f}")
             if not math.isfinite(loss):
@@ -370,10 +439,16 @@ class Trainer:
             self._log.write(line)
             for callback in self._callbacks:
                 callback.on_evaluate(self, line)
-        if self.config.logging.sample_prompts:
-            write_samples(self._folder / "samples.md", self.model, self.tokenizer, self.config.logging, self.step)
+        if self.config.logging.sample_prompts and (self.rank == 0 or self._parallel.together):
+            path = self._folder / "samples.md" if self.rank == 0 else None
+            write_samples(path, self.model, self.tokenizer, self.config.logging, self.step)
+            self._parallel.rest()
         self._log.draw()
         self._evaluated = self.step
+
+    def _interrupted(self) -> bool:
+        """Whether a signal wants the evaluation to end. Ranks that evaluate together do not: they see it apart."""
+        return self._stopped_by is not None or (self._world.size == 1 and self._signals.received is not None)
 
     def _save(self) -> None:
         """Publish a checkpoint of this step, whose metrics were read."""
@@ -390,33 +465,47 @@ class Trainer:
             "seconds": self._clock.seconds,
             "wandb_id": self._log.wandb_id,
         }
-        pieces = (Piece.whole(name, tensor) for name, tensor in self.optimizer.tensors())
-        path = self._writer.save(self.step, pieces, state)
+        pieces = (
+            Piece(name, tensor, view.offset, view.full_shape)
+            for name, view, tensor in self.optimizer.tensors(self._ownership.writes)
+        )
+        self._unannounced = self._writer.save(self.step, pieces, state)
         self._saved = self.step
-        for callback in self._callbacks:
-            callback.on_save(self, path)
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        """Tell the callbacks of a checkpoint that is on the disk by now."""
+        path = self._unannounced
+        if path is not None and self._writer.idle:
+            self._unannounced = None
+            for callback in self._callbacks:
+                callback.on_save(self, path)
 
     # ---- the end ----
 
     def _finish(self) -> TrainResult:
         self._log.draw()
         self._writer.finish()
-        if self._signals.received:
+        self._tell_saved()
+        if self._stopped_by:
             self._display.message(
-                f"stopped by {self._signals.received} after step {self.step} of {self.total_steps}, saved in "
+                f"stopped by {self._stopped_by} after step {self.step} of {self.total_steps}, saved in "
                 f"{self._folder}; run the same command again to go on"
             )
             return self._train_result(None)
         result_dir = self._result
         if result_dir is None:
-            checkpoint = open_checkpoint(self._folder / "checkpoints" / folder_name(self.step))
-            whole, _ = setup.build_model(self.config, self.tokenizer, torch.device("meta"))
-            result_dir = write_result(checkpoint, whole, self.tokenizer, self.config, self._folder)
+            result_dir = Path(self._world.first("result", self._write_result))
             self._display.message(f"wrote {result_dir}")
         result = self._train_result(result_dir)
         for callback in self._callbacks:
             callback.on_train_end(self, result)
         return result
+
+    def _write_result(self) -> str:
+        checkpoint = open_checkpoint(self._folder / "checkpoints" / folder_name(self.step))
+        whole = setup.describe_model(self.config, self.tokenizer)
+        return str(write_result(checkpoint, whole, self.tokenizer, self.config, self._folder))
 
     def _train_result(self, result_dir: Path | None) -> TrainResult:
         totals = self._totals
@@ -427,5 +516,5 @@ class Trainer:
             eval_loss=totals.eval_loss,
             output_dir=self._folder,
             result_dir=result_dir,
-            stopped_by=self._signals.received,
+            stopped_by=self._stopped_by,
         )
