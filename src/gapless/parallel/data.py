@@ -12,18 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
 
 from gapless.config import ParallelConfig
 from gapless.models.decoder import Decoder
 from gapless.models.linear import DenseLinear
 from gapless.parallel.mesh import Mesh
+
+# FSDP2 is imported where it is used: that takes half a second, and one process has no use for it.
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Materialise = Callable[[nn.Module], None]
 """Gives every parameter of a module memory and its values; parameters that are shared stay shared."""
@@ -173,11 +176,14 @@ def shard_model(
         materialise: called once for each layer and once for all that is outside layers, before they are sharded, so
             that only one of them is whole at any time.
         dtype: of the weights that the forward uses.
-        pure_bf16: whether trained parameters keep their dtype.
+        pure_bf16: whether trained parameters keep their dtype. FSDP2 then rounds each reduced gradient to it.
 
     Raises:
         ValueError: ranks that must hold the same values do not.
     """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.tensor import Shard
+
     sums: dict[str, Tensor] = {}
     stem = nn.ModuleList(module for module in (model.embed, model.norm, model.head) if module is not None)
     # The root, which the model itself is, comes last and takes what is left: the stem.
@@ -210,6 +216,8 @@ def before_backward(model: nn.Module, *, last: bool, zero_stage: int) -> None:
             2 keeps the gathered weights until the last backward; 1 also adds the gradients up whole until then. With
             replicas of the shards, the reduced shards are summed over them in the last backward alone.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     assert isinstance(model, FSDPModule)
     model.set_is_last_backward(last)
     model.set_reshard_after_backward(last or zero_stage == 3)
@@ -222,6 +230,8 @@ def reshard(model: nn.Module) -> None:
 
     Until then the next forward uses those, whatever has become of the shards, and the parameters are not DTensors.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -239,6 +249,8 @@ def _precision(content: nn.Module, dtype: torch.dtype, pure_bf16: bool) -> Mixed
 
     Adapters are in float32 and frozen weights in `dtype`: both are gathered as they are, also when in one group.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     trained = [parameter for parameter in content.parameters() if parameter.requires_grad]
     masters = not pure_bf16 and any(parameter.dtype != torch.float32 for parameter in trained)
     if masters:
