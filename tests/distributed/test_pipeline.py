@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 import torch
 from pool import run
+from torch.distributed import barrier
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from gapless.adapters.lora import apply_lora
 from gapless.batch import BatchLayout, Document, build_batch
 from gapless.config import AdapterConfig, ParallelConfig
 from gapless.models.decoder import Decoder
 from gapless.models.families import decoder_config
-from gapless.models.views import hf_views
+from gapless.models.views import local_tensor
 from gapless.models.weights import materialise
 from gapless.parallel.mesh import build_mesh
 from gapless.parallel.pipeline import Pipeline, check_pipeline, split_stages, stage_layers
@@ -22,7 +24,7 @@ from tiny import DTYPES, randomise, tiny_config
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 LAYOUT = BatchLayout(rows=1, row_tokens=40, row_documents=8)
 ROWS = [((40,), 0.9), ((3, 20, 10), 0.0), ((1, 5), 1.0), ((17, 17), 0.1), ((2, 30), 1.0), ((11,), 0.5)]
-"""Lengths of each micro-batch's documents and the share of their tokens that is trained: very unlike, one none at all."""
+"""Lengths of each micro-batch's documents and the share of their tokens that is trained: very unlike, one has none."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def make_model(case: Case, device: str = "cpu") -> Decoder:
 
 
 def window(count: int, step: int = 0) -> list:
-    """The micro-batches of a step, without padding in the first."""
+    """The micro-batches of a step, all in one shape, however much of it is padding."""
     random = np.random.default_rng(step)
     rows = [
         [Document(random.integers(0, 256, n).astype(np.int32), random.random(n) < share) for n in lengths]
@@ -106,7 +108,8 @@ def descend(model, totals) -> dict[str, np.ndarray]:
             if parameter.dtype == torch.float32:
                 assert parameter.grad is total, name
             parameter -= 0.1 * total
-            found[name] = getattr(total, "full_tensor", lambda total=total: total)().numpy(force=True).copy()
+            whole = total.full_tensor() if isinstance(total, DTensor) else total
+            found[name] = whole.numpy(force=True).copy()
             total.zero_()
         else:
             assert parameter.grad is None, name
@@ -178,8 +181,8 @@ def train_case(rank, world, case: Case) -> list:
         loss = pipeline.train(batches, loss_of)
         assert not loss.requires_grad
         if (tied := pipeline.tied) is not None:
-            total = next(totals[name] for name, value in model.named_parameters() if value is tied)
-            pipeline.sum_tied(getattr(total, "to_local", lambda: total)())
+            name = next(name for name, value in model.named_parameters() if value is tied)
+            pipeline.sum_tied(local_tensor(totals[name]))
         mesh.sum(loss)
         # Names begin with the place in the list.
         gradients = {name.partition(".")[2]: value for name, value in descend(model, totals).items()}
@@ -236,15 +239,13 @@ def test_four_ranks():
 
 
 def test_with_sharded_weights():
-    zero_bubble = Case("zero_bubble", reshard=False, steps=2)
     check(
         4,
         [
-            *(Case(schedule, reshard=False, steps=2) for schedule in ("1f1b", "interleaved")),
-            Case(reshard=True, kind="lora", steps=2),
-            Case(reshard=True, tied=True, micro_batches=4),
-            zero_bubble,
-            replace(zero_bubble, kind="lora", steps=1),
+            Case("1f1b", reshard=True, tied=True, micro_batches=4, steps=2),
+            Case("interleaved", reshard=True, steps=2),
+            Case("interleaved", reshard=False, kind="lora"),
+            Case("zero_bubble", reshard=False, kind="saved", tied=True, steps=2),
         ],
     )
 
@@ -290,20 +291,59 @@ def test_evaluation():
         assert results == pytest.approx(expected * 2, rel=1e-6)
 
 
-# ---- errors ----
+# ---- refusals ----
 
 
-def user_error(rank, world):
-    def refused(model, hidden, batch):
+def failing(rank, world):
+    """Both ranks raise, each after it has given the other what that waits for."""
+
+    def loss(model, hidden, batch):
         raise ValueError("one line for the user")
 
     mesh = build_mesh(ParallelConfig(pp_size=world), rank=rank, world_size=world)
-    _, pipeline = build(Case("interleaved"), mesh)
+    _, pipeline = build(Case("gpipe"), mesh)
+    good, batch = window(2)
     try:
-        pipeline.train(window(2), refused)
-    except (ValueError, RuntimeError) as error:
-        return repr(error)
-    return None
+        pipeline.train([good, replace(batch, tokens=batch.tokens + 256)], loss)
+    except (ValueError, IndexError) as error:
+        found = type(error), str(error)
+    barrier()
+    return found
+
+
+def test_what_a_stage_raises_comes_through():
+    first, last = run(2, failing)
+    assert first == (IndexError, "index out of range in self")
+    assert last == (ValueError, "one line for the user")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((3, 4, "1f1b", 4), "pp_size 4 is more than the model's 3 layers; pp_size can be at most 3$"),
+        (
+            (6, 4, "interleaved", 4),
+            r"pp_size 4 x 2 stages a rank \(pp_schedule interleaved\) is more than the model's 6 layers; "
+            "pp_size can be at most 3 with this schedule, or use 1f1b",
+        ),
+        ((1, 2, "zero_bubble", 4), "1 layers; the model is too small for a pipeline"),
+        ((8, 4, "1f1b", 3), "gradient_accumulation_steps is 3, pp_size 4; raise gradient_accumulation_steps to 4, or"),
+        (
+            (8, 2, "interleaved", 5),
+            "in 2 equal rounds .* is 5, pp_size 2; set gradient_accumulation_steps to 4 or 6, or",
+        ),
+        ((16, 4, "zero_bubble", 9), "is 9, pp_size 4; set gradient_accumulation_steps to 8 or 10, or use 1f1b"),
+    ],
+)
+def test_refused_with_the_numbers(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check_pipeline(*settings)
+
+
+def test_zero_bubble_needs_its_weights():
+    with pytest.raises(ValueError, match="zero_stage 3 has freed them by then; set zero_stage = 2, or use interleaved"):
+        check_pipeline(8, 2, "zero_bubble", 4, frees_weights=True)
+    check_pipeline(8, 2, "interleaved", 4, frees_weights=True)
 
 
 # ---- cutting ----

@@ -19,14 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
 
 from gapless.batch import PackedBatch
 from gapless.models.decoder import Decoder
@@ -37,16 +29,13 @@ StageLoss = Callable[[Decoder, Tensor, PackedBatch], Tensor]
 """(last stage, what it gave for the batch, batch) -> the SUM of the token losses, 0-d, computed from what it was given
 also where the batch has no trained token and the sum is 0."""
 
-_SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_LOOPED = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
-
 
 # ---- cutting the model ----
 
 
 def stages_per_rank(schedule: str) -> int:
     """How many stages a schedule gives each rank."""
-    return 2 if schedule in _LOOPED else 1
+    return 2 if schedule in ("interleaved", "zero_bubble") else 1
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
@@ -70,7 +59,9 @@ def stage_layers(layers: int, stages: int) -> list[range]:
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
-def check_pipeline(layers: int, pp_size: int, schedule: str, micro_batches: int) -> None:
+def check_pipeline(
+    layers: int, pp_size: int, schedule: str, micro_batches: int, *, frees_weights: bool = False
+) -> None:
     """Refuse a model or a number of micro-batches that a schedule cannot use.
 
     Args:
@@ -78,6 +69,7 @@ def check_pipeline(layers: int, pp_size: int, schedule: str, micro_batches: int)
         pp_size: pipeline ranks.
         schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
         micro_batches: of an optimizer step (`gradient_accumulation_steps`).
+        frees_weights: whether the stages are sharded and freed after every forward (`zero_stage` 3).
 
     Raises:
         ValueError: what does not fit, the numbers and what to change.
@@ -91,6 +83,11 @@ def check_pipeline(layers: int, pp_size: int, schedule: str, micro_batches: int)
         remedy = f"pp_size can be at most {most}" if most > 1 else "the model is too small for a pipeline"
         other = " with this schedule, or use 1f1b" if per_rank > 1 and layers >= pp_size else ""
         raise ValueError(f"pp_size {pp_size}{twice} is more than the model's {layers} layers; {remedy}{other}")
+    if schedule == "zero_bubble" and frees_weights:
+        raise ValueError(
+            "pp_schedule zero_bubble returns to a layer's weights after its backward, and zero_stage 3 has freed them by "
+            "then; set zero_stage = 2, or use interleaved"
+        )
     if schedule == "1f1b" and micro_batches < pp_size:
         raise ValueError(
             f"pp_schedule 1f1b needs at least as many micro-batches as pipeline ranks: gradient_accumulation_steps is "
@@ -171,6 +168,8 @@ class Pipeline:
             tokens: rows of the activations that stages exchange: T, or T / tensor ranks with sequence parallelism.
             device: of the stages.
         """
+        from gapless.parallel.schedules import build_schedule  # takes seconds, and most runs have no pipeline
+
         group = mesh.group("pipeline")
         assert group is not None, "a pipeline has several ranks"
         self._stages, self._group = list(stages), group
@@ -180,7 +179,17 @@ class Pipeline:
         # What the schedule cuts into micro-batches: only the number of pieces matters. On the device, as FSDP2 moves
         # inputs there, and a copy from the host would wait.
         self._pieces = torch.zeros(micro_batches, dtype=torch.int32, device=self._device)
-        self._schedule = self._build(schedule, micro_batches)
+        total = self._ranks * len(self._stages)
+        self._schedule = build_schedule(
+            schedule,
+            dict(zip(range(self._rank, total, self._ranks), self._stages, strict=True)),
+            total=total,
+            micro_batches=micro_batches,
+            boundary=torch.empty(self._boundary, dtype=self._dtype, device="meta", requires_grad=True),
+            piece=self._pieces[:1].to("meta"),
+            device=self._device,
+            group=group,
+        )
         # NCCL connects a group at its first use, which all of its ranks must make; a schedule's may be of a pair.
         distributed.all_reduce(torch.zeros(1, device=self._device), group=group)
 
@@ -203,10 +212,8 @@ class Pipeline:
             try:
                 self._schedule.step(*inputs, target=self._pieces, return_outputs=False)
             except RuntimeError as error:
-                # torch wraps what a stage raised; what is meant for the user comes through.
-                if isinstance(error.__cause__, ValueError):
-                    raise error.__cause__ from None
-                raise
+                # torch wraps what a stage raised; a line meant for the user shall come through.
+                raise error.__cause__ or error from None
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
 
     @torch.no_grad()
@@ -269,29 +276,6 @@ class Pipeline:
             work.wait()
         gradient.add_(other)  # a + b and b + a are the same bits
 
-    def _build(self, schedule: str, micro_batches: int) -> Any:
-        total = self._ranks * len(self._stages)
-        boundary = torch.empty(self._boundary, dtype=self._dtype, device="meta", requires_grad=True)
-        piece = torch.empty(1, dtype=self._pieces.dtype, device="meta")
-        loss = torch.empty((), device="meta", requires_grad=True)
-        stages: list[Any] = [
-            _Stage(
-                stage,
-                index,
-                total,
-                self._device,
-                input_args=piece if index == 0 else boundary,
-                output_args=loss if index == total - 1 else boundary,
-                group=self._group,
-            )
-            for index, stage in zip(range(self._rank, total, self._ranks), self._stages, strict=True)
-        ]
-        # Gradients are of sums / N already, and the last stage's output is its loss.
-        settings = {"loss_fn": _as_it_is, "scale_grads": False}
-        if schedule in _SINGLE:
-            return _SINGLE[schedule](stages[0], micro_batches, **settings)
-        return _LOOPED[schedule](stages, micro_batches, **settings)
-
     def _receive(self, stage: Decoder) -> tuple[Tensor, Any] | None:
         """A tensor that the stage before will send, and when it is there."""
         if stage.embed is not None:
@@ -307,40 +291,6 @@ def _arrived(arrival: tuple[Tensor, Any]) -> Tensor:
     hidden, work = arrival
     work.wait()
     return hidden
-
-
-def _as_it_is(output: Tensor, _: Tensor) -> Tensor:
-    return output
-
-
-class _Stage(PipelineStage):
-    """A stage whose weight gradients always come through autograd, also where a schedule splits the backward.
-
-    torch computes them with `torch.autograd.grad` then and adds them up in the weight's own precision, past the hooks
-    by which the optimizer adds up in float32.
-    """
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """See torch."""
-        if self.is_first or isinstance(self.submod, FSDPModule):
-            # The first stage runs a whole backward here; FSDP2 collects the gradients itself.
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-            return
-        parameters = [parameter for parameter in self.submod.parameters() if parameter.requires_grad]
-        totals = [parameter.grad for parameter in parameters]
-        _set_gradients(parameters, [None] * len(parameters))
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        new = [parameter.grad for parameter in parameters]
-        _set_gradients(parameters, totals)
-        found = [(parameter, grad) for parameter, grad in zip(parameters, new, strict=True) if grad is not None]
-        if found:
-            leaves, grads = zip(*found, strict=True)
-            torch.autograd.backward(leaves, grads)
-
-
-def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
 
 
 @contextmanager
