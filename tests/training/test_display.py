@@ -1,6 +1,7 @@
 """What a person sees."""
 
 import io
+from dataclasses import dataclass, field
 
 import pytest
 from rich.console import Console
@@ -80,3 +81,28 @@ def test_a_narrow_terminal_cuts_what_matters_least(width):
     display.step(METRICS, 200, 5.0)
     display.close()
     assert step_line(METRICS, 200, 5.0)[: width - 1] in screen.getvalue()
+
+
+@dataclass
+class FakeWorld:
+    rank: int
+    size: int
+    lines: list[str] = field(default_factory=list)
+
+    def log(self, text):
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(0, True), (1, False)])
+def test_every_rank_has_a_log_and_one_the_screen(capsys, rank, shown):
+    world = FakeWorld(rank, 2)
+    display = make_display(world)
+    display.message("hello")
+    display.step(METRICS, 200, 5.0)
+    display.close()
+    assert world.lines == ["hello", step_line(METRICS, 200, 5.0)]
+    assert capsys.readouterr().out.splitlines() == (world.lines if shown else [])
+
+
+def test_one_process_has_no_log(capsys):
+    assert isinstance(make_display(FakeWorld(0, 1)), PlainDisplay)
