@@ -10,7 +10,7 @@ Experiences on Accelerating Data Parallel Training", section 3.2): buckets whose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from gapless.parallel.mesh import Mesh
 # FSDP2 is imported where it is used: that takes half a second, and one process has no use for it.
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 Materialise = Callable[[nn.Module], None]
 """Gives every parameter of a module memory and its values; parameters that are shared stay shared."""
@@ -181,7 +181,7 @@ def shard_model(
     Raises:
         ValueError: ranks that must hold the same values do not.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
     sums: dict[str, Tensor] = {}
@@ -200,13 +200,13 @@ def shard_model(
             mp_policy=_precision(content, dtype, pure_bf16),
             ignored_params=None if config.shard_frozen else {value for value in parameters if not value.requires_grad},
         )
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to a sum
+    for group in _groups(model):
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to a sum
     _compare(sums, mesh)
 
 
-def before_backward(model: nn.Module, *, last: bool, zero_stage: int) -> None:
+def before_backward(model: Decoder, *, last: bool, zero_stage: int) -> None:
     """Say what a sharded model's next backward shall do; called before that of every micro-batch.
 
     Args:
@@ -216,25 +216,28 @@ def before_backward(model: nn.Module, *, last: bool, zero_stage: int) -> None:
             2 keeps the gathered weights until the last backward; 1 also adds the gradients up whole until then. With
             replicas of the shards, the reduced shards are summed over them in the last backward alone.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    assert isinstance(model, FSDPModule)
-    model.set_is_last_backward(last)
-    model.set_reshard_after_backward(last or zero_stage == 3)
-    model.set_requires_gradient_sync(last or zero_stage >= 2)
-    model.set_requires_all_reduce(last)
+    for group in _groups(model):
+        group.set_is_last_backward(last)
+        group.set_reshard_after_backward(last or zero_stage == 3, recurse=False)
+        group.set_requires_gradient_sync(last or zero_stage >= 2, recurse=False)
+        group.set_requires_all_reduce(last, recurse=False)
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(model: Decoder) -> None:
     """Free the gathered weights that a forward without a backward left.
 
     Until then the next forward uses those, whatever has become of the shards, and the parameters are not DTensors.
     """
+    for group in _groups(model):
+        group.reshard()
+
+
+def _groups(model: Decoder) -> Iterator[FSDPModule]:
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in (*model.layers.values(), model):
+        assert isinstance(module, FSDPModule)
+        yield module
 
 
 def _data_mesh(mesh: Mesh) -> DeviceMesh:
