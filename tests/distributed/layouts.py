@@ -25,7 +25,7 @@ def layout_config(inputs: Path, kind: str, **settings) -> RunConfig:
     """A run of 3 steps in float32, with dropout and clipping; keys of [parallel] beside the others."""
     parallel = {name: settings.pop(name) for name in list(settings) if name in ParallelConfig.__dataclass_fields__}
     # With the usual epsilon Adam's update of an element whose gradient is rounding alone has the size of any other.
-    settings = {"dtype": "fp32", "max_length": 64, "max_steps": 3, "warmup_steps": 0, "adam_epsilon": 1e-3} | settings
+    settings = {"dtype": "fp32", "max_length": 128, "max_steps": 3, "warmup_steps": 0, "adam_epsilon": 1e-3} | settings
     config = make_config(inputs, inputs / "out", kind, **settings)
     return dataclasses.replace(config, parallel=ParallelConfig(**parallel))
 
@@ -51,11 +51,12 @@ def _train(world: World, config: RunConfig, steps: int) -> dict:
     layout = setup.build_layout(config, model.stages[0], config.training.per_device_train_batch_size)
     schedule = make_schedule(config.optim, steps)
     loader = setup.build_loader(config, store, layout, schedule, mesh, CPU)
+    rows = [loader.rows_per_epoch(epoch) for epoch in (0, 1)]
     views = setup.trained_views(config, *model.stages)
     optimizer = AdamW(views, config.optim)
     model.bind(optimizer.buffers())
     ownership = Ownership(views, world)
-    result = {"losses": [], "norms": [], "trained": _trainable(model.stages)}
+    result = {"rows": rows, "losses": [], "norms": [], "trained": _trainable(model.stages)}
     first_gradients(result, model, optimizer, ownership)
     frozen = _frozen(model.stages)
     for _ in range(steps):

@@ -1,0 +1,95 @@
+"""The numbers of a training are the same in every layout: gradients after a step, losses, norms, weights, evaluation.
+
+Each layout trains with all weights and with adapters, tied and untied embeddings, packed rows, dropout, a clip that bites
+and uneven masks; the second of the three steps ends an epoch whose rows do not fill it.
+"""
+
+import pytest
+from layouts import assert_same_numbers, layout_config, train_alone, train_layout
+from pool import run
+from runs import write_inputs
+from tiny import write_tiny_model
+from tiny_tokenizer import VOCAB_SIZE
+
+STEP_ROWS = 8
+KINDS = ("full", "lora")
+TIED = (False, True)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder for each kind of embedding, with 13 rows of training data once packed."""
+    folders = {}
+    for tied in TIED:
+        folders[tied] = write_inputs(tmp_path_factory.mktemp(f"tied-{tied}"), rows=27)
+        write_tiny_model(folders[tied] / "model", vocab_size=VOCAB_SIZE, num_hidden_layers=4, tie_word_embeddings=tied)
+    return folders
+
+
+def config_of(inputs, kind, tied, data_ranks, accumulation=2, **layout):
+    rows = STEP_ROWS // accumulation // data_ranks
+    return layout_config(
+        inputs[tied],
+        kind,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=accumulation,
+        eval=(str(inputs[tied] / "eval.jsonl"),),
+        **layout,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(inputs):
+    """What one process computes with all rows of a step in one batch, by (kind, tied)."""
+    results = {(kind, tied): train_alone(config_of(inputs, kind, tied, 1, 1)) for kind in KINDS for tied in TIED}
+    assert all(result["rows"] == [13, 13] for result in results.values()), "the second step shall be ragged"
+    return results
+
+
+def train_all(rank, world, configs):
+    return [train_layout(rank, world, config) for config in configs]
+
+
+LAYOUTS = {
+    "ddp 2": (2, {}),
+    "ddp 4": (4, {}),
+    "zero-1 2": (2, {"dp_shard_size": 2, "zero_stage": 1}),
+    "zero-2 2": (2, {"dp_shard_size": 2, "zero_stage": 2}),
+    "zero-3 2": (2, {"dp_shard_size": 2}),
+    "zero-1 4": (4, {"dp_shard_size": 4, "zero_stage": 1}),
+    "zero-2 4": (4, {"dp_shard_size": 4, "zero_stage": 2}),
+    "zero-3 4": (4, {"dp_shard_size": 4}),
+    "hsdp 2 x 2": (4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
+    "tensor 2": (2, {"tp_size": 2, "sequence_parallel": False}),
+    "tensor 2, sequence": (2, {"tp_size": 2}),
+    "gpipe 2": (2, {"pp_size": 2, "pp_schedule": "gpipe"}),
+    "1f1b 2": (2, {"pp_size": 2}),
+    "interleaved 2": (2, {"pp_size": 2, "pp_schedule": "interleaved"}),
+    "zero bubble 2": (2, {"pp_size": 2, "pp_schedule": "zero_bubble"}),
+    "fsdp 2 x tensor 2": (4, {"dp_shard_size": 2, "tp_size": 2}),
+    "tensor 2 x pipeline 2": (4, {"tp_size": 2, "pp_size": 2}),
+    "fsdp 2 x pipeline 2": (4, {"dp_shard_size": 2, "pp_size": 2}),
+    "ddp 2 x tensor 2": (4, {"dp_replicate_size": 2, "tp_size": 2}),
+    "ddp 2 x pipeline 2": (4, {"dp_replicate_size": 2, "pp_size": 2}),
+    "fsdp 2 x tensor 2 x pipeline 2": (8, {"dp_shard_size": 2, "tp_size": 2, "pp_size": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numbers_are_those_of_one_process(inputs, alone, layout):
+    world, settings = LAYOUTS[layout]
+    data_ranks = world // settings.get("tp_size", 1) // settings.get("pp_size", 1)
+    cases = [(kind, tied) for kind in KINDS for tied in TIED]
+    configs = [config_of(inputs, kind, tied, data_ranks, **settings) for kind, tied in cases]
+    results = run(world, train_all, configs, timeout=120.0)
+    for index, case in enumerate(cases):
+        assert_same_numbers([result[index] for result in results], alone[case])
+
+
+@pytest.mark.parametrize("settings", [{}, {"dp_shard_size": 4}], ids=["ddp", "fsdp"])
+def test_a_rank_without_any_row_in_a_step(inputs, alone, settings):
+    """Of the second step's 5 rows the fourth of the four ranks, with 2 rows each, gets none."""
+    cases = [("full", False), ("lora", True)]
+    results = run(4, train_all, [config_of(inputs, *case, 4, 1, **settings) for case in cases])
+    for index, case in enumerate(cases):
+        assert_same_numbers([result[index] for result in results], alone[case])
