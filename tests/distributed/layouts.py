@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
+from runs import make_config
 
 from gapless.config import ParallelConfig, RunConfig
 from gapless.data.tokenizer import Tokenizer
@@ -16,7 +17,6 @@ from gapless.training import setup
 from gapless.training.optim import AdamW
 from gapless.training.schedule import make_schedule
 from gapless.training.step import mean_loss, train_step
-from runs import make_config
 
 CPU = torch.device("cpu")
 
@@ -91,7 +91,7 @@ def first_gradients(result: dict, model, optimizer, ownership) -> None:
 
 
 def assemble(results: list[dict], key: str) -> dict[str, torch.Tensor]:
-    """Whole tensors from the boxes of all ranks; those that several ranks hold must be the same, and nothing missing."""
+    """Whole tensors from the boxes of all ranks: nothing is missing, and ranks that hold the same agree."""
     whole: dict[str, torch.Tensor] = {}
     for result in results:
         for name, offset, full, value in result[key]:

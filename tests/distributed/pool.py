@@ -15,8 +15,13 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 
 import torch
-import torch._dynamo  # loaded on the first use of some operations: once here instead of in every child
+import torch._dynamo
 import torch.distributed as dist
+
+# Loaded on the first use of some operations: once here instead of in every child.
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor
 
 TIMEOUT = 60.0
 """Seconds that a case may take; its collectives wait for half of that."""
@@ -69,7 +74,7 @@ def _collect(members, timeout):
 def _start(world):
     if not forkserver._forkserver._forkserver_pid:
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        _CONTEXT.set_forkserver_preload(["pool"])
+        _CONTEXT.set_forkserver_preload(["pool", "layouts"])
     members = []
     for _ in range(world):
         ours, theirs = _CONTEXT.Pipe()

@@ -1,13 +1,14 @@
 """The numbers of a training are the same in every layout: gradients after a step, losses, norms, weights, evaluation.
 
-Each layout trains with all weights and with adapters, tied and untied embeddings, packed rows, dropout, a clip that bites
-and uneven masks; the second of the three steps ends an epoch whose rows do not fill it.
+Each layout trains with all weights and with adapters, tied and untied embeddings, packed rows, dropout, a clip that
+bites and uneven masks; the second of the three steps ends an epoch whose rows do not fill it.
 """
 
 import pytest
 from layouts import assert_same_numbers, layout_config, train_alone, train_layout
 from pool import run
 from runs import write_inputs
+
 from tiny import write_tiny_model
 from tiny_tokenizer import VOCAB_SIZE
 
