@@ -1,5 +1,6 @@
 """Data parallelism: whatever ranks share the rows and the weights, gradients and losses are those of one process."""
 
+import weakref
 from functools import cache
 
 import numpy as np
@@ -296,11 +297,13 @@ def shard_from_meta(rank, world, tied):
     reference = tiny_model(tie_word_embeddings=tied)
     values = {view.name: view.read(view.local) for view in hf_views(reference)}
     model = Decoder(reference.config, device="meta")
-    whole_elements = []
+    whole_elements, filled = [], weakref.WeakSet()
 
     def fill(module):
         assert all(parameter.is_meta for parameter in module.parameters())
+        assert not filled, "earlier groups are still whole somewhere"
         materialise(module, "cpu")
+        filled.update(module.parameters())
         own = {id(parameter) for parameter in module.parameters()}
         for view in hf_views(model):
             if id(view.parameter) in own:

@@ -181,29 +181,47 @@ def shard_model(
     Raises:
         ValueError: ranks that must hold the same values do not.
     """
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard
-
     sums: dict[str, Tensor] = {}
+    settings = {"mesh": _data_mesh(mesh), "shard_frozen": config.shard_frozen}
+    for layer in model.layers.values():
+        materialise(layer)
+        sums |= _checksums(model, layer)
+        precision = _precision(layer, dtype, pure_bf16)
+        _shard_group(layer, layer, precision, reshard_after_forward=config.zero_stage == 3, **settings)
+    # The root of FSDP2, which the model is, takes what is left. The loss reads the head's weight after the forward.
     stem = nn.ModuleList(module for module in (model.embed, model.norm, model.head) if module is not None)
-    # The root, which the model itself is, comes last and takes what is left: the stem.
-    for module, content in [*((layer, layer) for layer in model.layers.values()), (model, stem)]:
-        materialise(content)
-        parameters = frozenset(content.parameters())
-        sums |= {name: _checksum(value) for name, value in model.named_parameters() if value in parameters}
-        axes = _shard_axes(content, mesh.size("shard"))
-        fully_shard(
-            module,
-            mesh=_data_mesh(mesh),
-            reshard_after_forward=config.zero_stage == 3 and module is not model,
-            shard_placement_fn=lambda parameter, axes=axes: Shard(axes[parameter]),
-            mp_policy=_precision(content, dtype, pure_bf16),
-            ignored_params=None if config.shard_frozen else {value for value in parameters if not value.requires_grad},
-        )
+    materialise(stem)
+    sums |= _checksums(model, stem)
+    _shard_group(model, stem, _precision(stem, dtype, pure_bf16), reshard_after_forward=False, **settings)
     for group in _groups(model):
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to a sum
     _compare(sums, mesh)
+
+
+def _shard_group(
+    module: nn.Module,
+    content: nn.Module,
+    precision: MixedPrecisionPolicy,
+    *,
+    reshard_after_forward: bool,
+    mesh: DeviceMesh,
+    shard_frozen: bool,
+) -> None:
+    """Make a group of a module, whose parameters, but for those in groups already, are those of `content`."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    axes = _shard_axes(content, mesh.size(mesh.ndim - 1))
+    frozen = {parameter for parameter in axes if not parameter.requires_grad}
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=lambda parameter: Shard(axes[parameter]),
+        mp_policy=precision,
+        ignored_params=None if shard_frozen else frozen,
+    )
 
 
 def before_backward(model: Decoder, *, last: bool, zero_stage: int) -> None:
@@ -293,7 +311,13 @@ def check_replicas(model: nn.Module, mesh: Mesh) -> None:
     Raises:
         ValueError: by name, which do; on every rank.
     """
-    _compare({name: _checksum(parameter) for name, parameter in model.named_parameters()}, mesh)
+    _compare(_checksums(model, model), mesh)
+
+
+def _checksums(model: nn.Module, content: nn.Module) -> dict[str, Tensor]:
+    """Of the parameters of a part of the model, by their names in the model."""
+    parameters = frozenset(content.parameters())
+    return {name: _checksum(value) for name, value in model.named_parameters() if value in parameters}
 
 
 @torch.no_grad()
