@@ -98,23 +98,34 @@ def test_an_adapter_of_a_checkpoint_keeps_the_template_of_its_run(finished, stop
     assert tokenizer.render([{"role": "user", "content": "hi"}]) == "<hi>"
 
 
-def test_slices_are_put_together(finished, stopped):
-    """As several ranks would have written them."""
+def test_slices_are_put_together(finished, stopped, tmp_path):
+    """As four ranks would have written them: every tensor cut by rows and, if it is a matrix, by columns."""
     folder = stopped / "checkpoints" / "step-000002"
     index = json.loads((folder / "index.json").read_text())
-    name = next(name for name in index["tensors"] if name.startswith("weight/") and name.endswith("weight"))
-    whole = tensors(folder)[name]
-    parts = {"a": whole[:1].clone(), "b": whole[1:].clone()}
-    index["tensors"][name]["slices"] = [
-        {"file": f"{key}.safetensors", "start": [start, 0], "shape": list(parts[key].shape)}
-        for key, start in (("b", 1), ("a", 0))
-    ]
-    for key, part in parts.items():
-        save_file({name: part}, folder / f"{key}.safetensors")
-        data = (folder / f"{key}.safetensors").read_bytes()
-        index["files"][f"{key}.safetensors"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    ranks = [{} for _ in range(4)]
+    for name, whole in tensors(folder).items():
+        slices = index["tensors"][name]["slices"] = []
+        for rank, rows in enumerate(whole.split([1, len(whole) - 1])):
+            cuts = rows.split([2, rows.shape[1] - 2], dim=1) if rows.dim() == 2 and rows.shape[1] > 2 else [rows]
+            for half, box in enumerate(cuts):
+                ranks[rank + 2 * half][name] = box.contiguous()
+                start = [rank, 2 * half][: box.dim()]
+                slices.append({"file": f"{rank + 2 * half}.safetensors", "start": start, "shape": list(box.shape)})
+    for path in folder.glob("rank0-*.safetensors"):
+        path.unlink()
+        del index["files"][path.name]
+    for rank, boxes in enumerate(ranks):
+        save_file(boxes, folder / f"{rank}.safetensors")
+        data = (folder / f"{rank}.safetensors").read_bytes()
+        index["files"][f"{rank}.safetensors"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
     (folder / "index.json").write_text(json.dumps(index))
     assert torch.equal(logits(folder), logits(finished))
+    ours, theirs = (
+        export(source, tmp_path / f"out-{name}", kind="merged").folder
+        for name, source in (("slices", folder), ("result", finished))
+    )
+    assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    name = next(name for name in index["tensors"] if name.startswith("weight/"))
     index["tensors"][name]["slices"].pop()
     (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="do not cover its shape"):

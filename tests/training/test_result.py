@@ -4,10 +4,11 @@ import json
 import shutil
 import weakref
 import zlib
+from dataclasses import replace
 from functools import partial
 
 import pytest
-from runs import make_config, write_inputs
+from runs import assert_same_outcome, make_config, outcome, write_inputs
 from safetensors.torch import load_file, save_file
 
 from gapless.adapters.merge import merged_tensors
@@ -16,6 +17,7 @@ from gapless.checkpoint_file import CheckpointError, open_checkpoint
 from gapless.models.weights import save_weights
 from gapless.training import result as result_module
 from gapless.training import setup
+from gapless.training.callbacks import Callback
 from gapless.training.result import write_result
 from gapless.training.trainer import Trainer
 
@@ -92,6 +94,22 @@ def test_the_files_are_those_of_the_model_in_memory(finished, tmp_path):
         assert (finished._folder / "model" / "model.safetensors").read_bytes() == (
             tmp_path / "model.safetensors"
         ).read_bytes()
+
+
+def test_a_run_with_asynchronous_saves_is_the_same(finished, tmp_path):
+    training = replace(finished.config.training, output_dir=str(tmp_path / "run"), async_save=True, save_steps=1)
+    saved = []
+
+    class Saves(Callback):
+        def on_save(self, trainer, path):
+            assert path.is_dir()
+            saved.append(path.name)
+
+    Trainer(replace(finished.config, training=training), callbacks=[Saves()]).train()
+    found, expected = outcome(tmp_path / "run", 2), outcome(finished._folder, 2)
+    assert found.pop("checkpoints") == ["step-000001", "step-000002"] == saved
+    expected.pop("checkpoints")
+    assert_same_outcome(found, expected)
 
 
 def test_slices_of_many_ranks_give_the_same_files(finished, tmp_path):

@@ -454,6 +454,8 @@ class Trainer:
         """Publish a checkpoint of this step, whose metrics were read."""
         if self._saved == self.step:
             return
+        self._writer.finish()
+        self._tell_saved()  # of the save before
         self._log.sync()
         state = {
             "settings": self._settings,
