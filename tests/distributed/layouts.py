@@ -18,8 +18,6 @@ from gapless.training.optim import AdamW
 from gapless.training.schedule import make_schedule
 from gapless.training.step import mean_loss, train_step
 
-CPU = torch.device("cpu")
-
 
 def layout_config(inputs: Path, kind: str, **settings) -> RunConfig:
     """A run of 3 steps in float32, with dropout and clipping; keys of [parallel] beside the others."""
@@ -32,7 +30,7 @@ def layout_config(inputs: Path, kind: str, **settings) -> RunConfig:
 
 def train_layout(rank: int, world_size: int, config: RunConfig, steps: int = 3) -> dict:
     """Train in a process of an initialised group (or alone): numbers of this rank."""
-    with launched(config.parallel, "cpu") as world:
+    with launched(config.parallel, config.model.device) as world:
         return _train(world, config, steps)
 
 
@@ -45,15 +43,16 @@ def _train(world: World, config: RunConfig, steps: int) -> dict:
     tokenizer = Tokenizer.from_folder(config.model.path)
     described = setup.describe_model(config, tokenizer)
     check_layout(config, described.config, mesh_sizes(config.parallel, world.size))
-    mesh = build_mesh(config.parallel, rank=world.rank, world_size=world.size)
+    device = torch.device(config.model.device)
+    mesh = build_mesh(config.parallel, rank=world.rank, world_size=world.size, device_type=device.type)
     store, _ = setup.build_stores(config, tokenizer, setup.open_data(config, None, None), print, world)
-    model = setup.build_model(config, described, mesh, CPU)
+    model = setup.build_model(config, described, mesh, device)
     layout = setup.build_layout(config, model.stages[0], config.training.per_device_train_batch_size)
     schedule = make_schedule(config.optim, steps)
-    loader = setup.build_loader(config, store, layout, schedule, mesh, CPU)
+    loader = setup.build_loader(config, store, layout, schedule, mesh, device)
     rows = [loader.rows_per_epoch(epoch) for epoch in (0, 1)]
     views = setup.trained_views(config, *model.stages)
-    optimizer = AdamW(views, config.optim)
+    optimizer = AdamW(views, config.optim, device)
     model.bind(optimizer.buffers())
     ownership = Ownership(views, world)
     result = {"rows": rows, "losses": [], "norms": [], "trained": _trainable(model.stages)}
@@ -64,11 +63,11 @@ def _train(world: World, config: RunConfig, steps: int) -> dict:
         metrics = train_step(model, optimizer, data, counts=ownership.counts)
         result["losses"].append(metrics.loss.item())
         result["norms"].append(metrics.grad_norm.item())
-    batches = setup.evaluation_batches(config, store, layout, mesh, CPU)
+    batches = setup.evaluation_batches(config, store, layout, mesh, device)
     result["eval"] = mean_loss(model, batches)
     result["frozen"] = all(torch.equal(before, now) for before, now in zip(frozen, _frozen(model.stages), strict=True))
     result["still_trained"] = _trainable(model.stages)
-    result["weights"] = [(view.name, view.offset, view.full_shape, view.read(view.local)) for view in views]
+    result["weights"] = [(view.name, view.offset, view.full_shape, view.read(view.local).cpu()) for view in views]
     loader.close()
     optimizer.close()
     model.close()
@@ -81,7 +80,7 @@ def first_gradients(result: dict, model, optimizer, ownership) -> None:
 
     def noting(counts):
         result["gradients"] = [
-            (view.name, view.offset, view.full_shape, view.read(optimizer.gradient(view.parameter)))
+            (view.name, view.offset, view.full_shape, view.read(optimizer.gradient(view.parameter)).cpu())
             for view in optimizer.views
         ]
         optimizer.squares = plain

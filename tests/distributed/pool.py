@@ -34,12 +34,12 @@ class RankError(AssertionError):
     """A rank raised; the text is its traceback."""
 
 
-def run(world, function, *args, timeout=TIMEOUT):
-    """Call function(rank, world, *args) in `world` processes of one gloo group; returns their results by rank."""
+def run(world, function, *args, timeout=TIMEOUT, backend="gloo"):
+    """Call function(rank, world, *args) in `world` processes of one group; returns their results by rank."""
     members = _groups.pop(world, None) or _start(world)
     rendezvous = Path(tempfile.mkdtemp(prefix="gapless-"), "group")
     for rank, (_, pipe) in enumerate(members):
-        pipe.send((rank, world, str(rendezvous), function, args, timeout))
+        pipe.send((rank, world, str(rendezvous), function, args, timeout, backend))
     try:
         results = _collect(members, timeout)
     except BaseException:
@@ -74,7 +74,7 @@ def _collect(members, timeout):
 def _start(world):
     if not forkserver._forkserver._forkserver_pid:
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        _CONTEXT.set_forkserver_preload(["pool", "layouts"])
+        _CONTEXT.set_forkserver_preload(["pool", "layouts", "jobs"])
     members = []
     for _ in range(world):
         ours, theirs = _CONTEXT.Pipe()
@@ -104,11 +104,11 @@ def _serve(pipe):
     torch.set_num_threads(1)
     while True:
         try:
-            rank, world, rendezvous, function, args, timeout = pipe.recv()
+            rank, world, rendezvous, function, args, timeout, backend = pipe.recv()
         except EOFError:
             return
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{rendezvous}",
             rank=rank,
             world_size=world,

@@ -75,10 +75,10 @@ def test_a_step_reads_nothing_back(inputs, tmp_path, monkeypatch):
 
     plain, steps = module.train_step, []
 
-    def watched(*args):
+    def watched(*args, **settings):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            steps.append(plain(*args))
+            steps.append(plain(*args, **settings))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return steps[-1]
