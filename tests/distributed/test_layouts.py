@@ -35,6 +35,7 @@ def config_of(inputs, kind, tied, data_ranks, accumulation=2, **layout):
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=accumulation,
         eval=(str(inputs[tied] / "eval.jsonl"),),
+        per_device_eval_batch_size=2,
         **layout,
     )
 

@@ -46,7 +46,13 @@ def check_layout(config: RunConfig, decoder: DecoderConfig, sizes: Mapping[str, 
     if training.per_device_eval_batch_size is not None:
         tokens = training.per_device_eval_batch_size * config.data.max_length
         check_tensor(decoder, sizes["tensor"], tokens, parallel.sequence_parallel)
-    check_pipeline(decoder.layers, sizes["pipeline"], parallel.pp_schedule, training.gradient_accumulation_steps)
+    check_pipeline(
+        decoder.layers,
+        sizes["pipeline"],
+        parallel.pp_schedule,
+        training.gradient_accumulation_steps,
+        frees_weights=sizes["shard"] > 1 and parallel.zero_stage == 3,
+    )
 
 
 def apply(
@@ -70,13 +76,13 @@ def apply(
         _place(stage, config, mesh, fill, device)
     pipeline = None
     if pipelined:
-        tokens = config.training.per_device_train_batch_size * config.data.max_length
         pipeline = Pipeline(
             stages,
             mesh,
             config.parallel.pp_schedule,
             micro_batches=config.training.gradient_accumulation_steps,
-            tokens=tokens // mesh.size("tensor") if sequence_parallel else tokens,
+            tokens=config.training.per_device_train_batch_size * config.data.max_length,
+            token_ranks=mesh.size("tensor") if sequence_parallel else 1,
             device=device,
         )
     return ParallelModel(stages, mesh, config.parallel, pipeline)

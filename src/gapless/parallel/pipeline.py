@@ -85,8 +85,8 @@ def check_pipeline(
         raise ValueError(f"pp_size {pp_size}{twice} is more than the model's {layers} layers; {remedy}{other}")
     if schedule == "zero_bubble" and frees_weights:
         raise ValueError(
-            "pp_schedule zero_bubble returns to a layer's weights after its backward, and zero_stage 3 has freed them by "
-            "then; set zero_stage = 2, or use interleaved"
+            "pp_schedule zero_bubble returns to a layer's weights after its backward, and zero_stage 3 has freed them "
+            "by then; set zero_stage = 2, or use interleaved"
         )
     if schedule == "1f1b" and micro_batches < pp_size:
         raise ValueError(
@@ -156,6 +156,7 @@ class Pipeline:
         *,
         micro_batches: int,
         tokens: int,
+        token_ranks: int = 1,
         device: torch.device | str,
     ) -> None:
         """Build the schedule; all ranks of the group at once.
@@ -165,7 +166,8 @@ class Pipeline:
             mesh: its axis "pipeline" has several ranks.
             schedule: see `check_pipeline`.
             micro_batches: of an optimizer step.
-            tokens: rows of the activations that stages exchange: T, or T / tensor ranks with sequence parallelism.
+            tokens: T of a micro-batch.
+            token_ranks: tensor ranks that share them by sequence parallelism: stages exchange [T / token_ranks, H].
             device: of the stages.
         """
         from gapless.parallel.schedules import build_schedule  # takes seconds, and most runs have no pipeline
@@ -174,7 +176,7 @@ class Pipeline:
         assert group is not None, "a pipeline has several ranks"
         self._stages, self._group = list(stages), group
         self._rank, self._ranks = mesh.coordinate("pipeline"), mesh.size("pipeline")
-        self._boundary = (tokens, stages[0].config.hidden)
+        self._hidden, self._token_ranks = stages[0].config.hidden, token_ranks
         self._dtype, self._device = stages[0].dtype, torch.device(device)
         # What the schedule cuts into micro-batches: only the number of pieces matters. On the device, as FSDP2 moves
         # inputs there, and a copy from the host would wait.
@@ -185,7 +187,7 @@ class Pipeline:
             dict(zip(range(self._rank, total, self._ranks), self._stages, strict=True)),
             total=total,
             micro_batches=micro_batches,
-            boundary=torch.empty(self._boundary, dtype=self._dtype, device="meta", requires_grad=True),
+            boundary=self._boundary(tokens, "meta").requires_grad_(),
             piece=self._pieces[:1].to("meta"),
             device=self._device,
             group=group,
@@ -230,7 +232,7 @@ class Pipeline:
         for stage in self._stages:
             # All is received, then sent, stage after stage: the order in which the ranks of a pair meet is the same on
             # both, as NCCL needs.
-            arriving = [self._receive(stage) for _ in batches]
+            arriving = [self._receive(stage, batch) for batch in batches]
             sent = []
             for batch, arrival in zip(batches, arriving, strict=True):
                 hidden = stage(_arrived(arrival) if arrival else batch.tokens, batch.segments)
@@ -276,11 +278,15 @@ class Pipeline:
             work.wait()
         gradient.add_(other)  # a + b and b + a are the same bits
 
-    def _receive(self, stage: Decoder) -> tuple[Tensor, Any] | None:
+    def _boundary(self, tokens: int, device: torch.device | str) -> Tensor:
+        """Room for what the stages exchange."""
+        return torch.empty(tokens // self._token_ranks, self._hidden, dtype=self._dtype, device=device)
+
+    def _receive(self, stage: Decoder, batch: PackedBatch) -> tuple[Tensor, Any] | None:
         """A tensor that the stage before will send, and when it is there."""
         if stage.embed is not None:
             return None
-        hidden = torch.empty(self._boundary, dtype=self._dtype, device=self._device)
+        hidden = self._boundary(batch.segments.tokens, self._device)  # evaluation may have other rows than training
         return hidden, distributed.irecv(hidden, group=self._group, group_src=(self._rank - 1) % self._ranks)
 
     def _send(self, hidden: Tensor) -> Any:
@@ -329,12 +335,11 @@ class _Feed:
         batch = self._batch
         assert isinstance(stage, Decoder)
         assert batch is not None
-        if stage.head is not None:
-            loss = self._loss(stage, output, batch).float() / batch.scalars.num_trained
-            self._losses.append(loss.detach())
-            return loss
-        # A first stage with nothing to train: the schedule wants an output it can give a gradient.
-        return output if output.requires_grad else output.detach().requires_grad_()
+        if stage.head is None:
+            return output
+        loss = self._loss(stage, output, batch).float() / batch.scalars.num_trained
+        self._losses.append(loss.detach())
+        return loss
 
 
 @contextmanager

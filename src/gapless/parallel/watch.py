@@ -160,8 +160,8 @@ class Watch:
         try:
             instead = self._tell(error)
         finally:
-            last.cancel()
             self._stop()
+            last.cancel()
         if instead is not None:
             raise instead from None
 
@@ -177,16 +177,15 @@ class Watch:
 
     def _stop(self) -> None:
         self._left.set()
-        self._thread.join()
+        self._thread.join(GRACE)  # it may be in a call to a store that does not answer
 
     def _tell(self, error: BaseException) -> OtherRankFailed | None:
         """Report an error of this rank, or find whose failure it follows from; returns what to raise in its place."""
         own = Failure.of(self._rank, error)
-        if not isinstance(error, OtherRankFailed):
-            if _may_follow(error):
-                self._wait_for(self._look, PATIENCE)
-            if self.failure is None:
-                self._record(own)
+        if _may_follow(error):
+            self._wait_for(self._look, PATIENCE)
+        if self.failure is None:
+            self._record(own)
         assert self.failure is not None
         if self.failure == own:
             self._report(error)
@@ -222,8 +221,9 @@ class Watch:
 
     def _print(self, text: str) -> None:
         """Write lines, marked with the rank, at once."""
-        sys.stderr.write("".join(f"rank {self._rank}: {line}\n" for line in text.splitlines()))
-        sys.stderr.flush()
+        with suppress(OSError):  # the reader left
+            sys.stderr.write("".join(f"rank {self._rank}: {line}\n" for line in text.splitlines()))
+            sys.stderr.flush()
         self._log_line(text)
 
     def _log_line(self, text: str) -> None:
