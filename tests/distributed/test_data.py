@@ -294,7 +294,7 @@ def test_levels_communicate_as_they_say():
 
 
 def shard_from_meta(rank, world, tied):
-    reference = tiny_model(tie_word_embeddings=tied)
+    reference = tiny_model(tie_word_embeddings=tied, num_attention_heads=4)
     values = {view.name: view.read(view.local) for view in hf_views(reference)}
     model = Decoder(reference.config, device="meta")
     whole_elements, filled = [], weakref.WeakSet()
@@ -319,7 +319,7 @@ def shard_from_meta(rank, world, tied):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_without_memory_is_filled_one_group_at_a_time(tied):
-    reference = tiny_model(tie_word_embeddings=tied)
+    reference = tiny_model(tie_word_embeddings=tied, num_attention_heads=4)
     by_rank = run(4, shard_from_meta, tied)
     found = whole([boxes for boxes, _, _ in by_rank], 1)
     assert found.keys() == {view.name for view in hf_views(reference)}
@@ -327,7 +327,9 @@ def test_a_model_without_memory_is_filled_one_group_at_a_time(tied):
         assert torch.equal(found[view.name], view.read(view.local).double()), view.name
     layer = sum(value.numel() for value in reference.layers["0"].parameters())
     stem = sum(value.numel() for value in reference.parameters()) - 3 * layer
-    for _, whole_elements, one_weight in by_rank:
+    matrices = sum(value.numel() for value in found.values() if value.ndim == 2)
+    for boxes, whole_elements, one_weight in by_rank:
+        assert sum(box.numel() for _, _, full, box in boxes if len(full) == 2) == matrices // 4
         assert whole_elements == [layer, layer, layer, stem]
         assert one_weight == tied
 
