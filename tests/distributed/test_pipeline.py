@@ -158,7 +158,7 @@ def shard(stage, mesh, reshard):
     settings = {"mesh": mesh.device_mesh["shard"], "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     for layer in stage.layers.values():
         fully_shard(layer, reshard_after_forward=reshard, **settings)
-    fully_shard(stage, reshard_after_forward=False, **settings)
+    fully_shard(stage, reshard_after_forward=reshard, **settings)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -228,7 +228,7 @@ def test_two_stages_a_rank_or_one(schedule):
             Case(schedule, micro_batches=4, tied=True, steps=2),
             Case(schedule, micro_batches=4, kind="lora", steps=2),
             Case(schedule, micro_batches=2, kind="saved", tied=True),
-            # All ranks but the last have nothing to train, the first not even an input that has a gradient.
+            # No stage but the last has anything to train, so the first gives an output that has no gradient.
             Case(schedule, micro_batches=2, kind="last"),
         ],
     )
