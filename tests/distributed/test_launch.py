@@ -31,7 +31,7 @@ class Job:
     """Processes with a launcher's variables; `function(rank, folder)` is called in each."""
 
     def __init__(self, size, function, folder, *, started=None):
-        self.codes, self.seconds = [], []
+        self.codes = []
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -42,9 +42,10 @@ class Job:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(40.0)
-            assert process.exitcode is not None, "a process hangs"
+            process.join(max(0.0, begin + 40.0 - time.monotonic()))
             self.codes.append(process.exitcode)
+            process.kill()
+        assert None not in self.codes, "a process hangs"
         self.seconds = time.monotonic() - begin
         self.errors = (folder / "stderr").read_text()
 
