@@ -342,19 +342,23 @@ class Gate:
 def test_an_asynchronous_save_is_of_the_moment_it_was_called(tmp_path):
     gate, now = Gate(), tensors(1)
     state = {"loader": {"row": 1}, "rank": 0}
+
+    def given():
+        yield from (Piece.whole(name, tensor) for name, tensor in now.items())
+        state["loader"]["row"] = 7
+
     with CheckpointWriter(tmp_path, World.single(), fault=gate, asynchronous=True) as writer:
-        path = writer.save(1, (Piece.whole(name, tensor) for name, tensor in now.items()), state)
+        path = writer.save(1, given(), state)
         for tensor in now.values():
             tensor.zero_()
-        state["loader"]["row"] = 7
         assert gate.reached.wait(10)
         writer.poll()
         assert not path.exists()  # the training goes on
+        assert not writer.idle
         gate.opened.set()
         writer.finish()
-        assert path.exists()
+        assert writer.idle
         assert_is(open_newest(tmp_path), 1)
-        writer.finish()
 
 
 def test_a_save_waits_for_the_one_before(tmp_path):

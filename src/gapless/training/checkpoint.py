@@ -109,7 +109,7 @@ class CheckpointWriter:
             step: optimizer steps finished.
             pieces: what this rank writes, consumed one at a time; there may be none. The pieces of all ranks fill
                 every tensor without overlap.
-            state: what else a resume needs, plain JSON values; that of rank 0 is written.
+            state: what else a resume needs, plain JSON values, taken before any piece; that of rank 0 is written.
 
         Returns:
             Where it is, once it is published: at the return of this method, or of `finish` if asynchronous.
