@@ -2,10 +2,12 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from runs import make_config
 
+from gapless.batch import build_batch
 from gapless.config import ParallelConfig, RunConfig
 from gapless.data.tokenizer import Tokenizer
 from gapless.parallel import check_layout
@@ -58,6 +60,9 @@ def _train(world: World, config: RunConfig, steps: int) -> dict:
     result = {"rows": rows, "losses": [], "norms": [], "trained": _trainable(model.stages)}
     first_gradients(result, model, optimizer, ownership)
     frozen = _frozen(model.stages)
+    nothing = build_batch(layout, [])
+    empty = SimpleNamespace(micro_batches=[nothing] * config.training.gradient_accumulation_steps, num_trained=0)
+    assert train_step(model, optimizer, empty, counts=ownership.counts) is None
     for _ in range(steps):
         data = loader.next_step()
         metrics = train_step(model, optimizer, data, counts=ownership.counts)

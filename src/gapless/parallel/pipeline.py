@@ -81,7 +81,7 @@ def check_pipeline(
         most = layers // per_rank
         twice = f" x {per_rank} stages a rank (pp_schedule {schedule})" if per_rank > 1 else ""
         remedy = f"pp_size can be at most {most}" if most > 1 else "the model is too small for a pipeline"
-        other = " with this schedule, or use 1f1b" if per_rank > 1 and layers >= pp_size else ""
+        other = " with this schedule; 1f1b needs half as many" if per_rank > 1 and layers >= pp_size else ""
         raise ValueError(f"pp_size {pp_size}{twice} is more than the model's {layers} layers; {remedy}{other}")
     if schedule == "zero_bubble" and frees_weights:
         raise ValueError(

@@ -81,7 +81,7 @@ def length_note(config: RunConfig) -> str | None:
     )
 
 
-def check_rows(name: str, rows: RowSequence | None) -> RowSequence | None:
+def check_sequence(name: str, rows: RowSequence | None) -> RowSequence | None:
     """The rows of a script.
 
     Raises:
@@ -210,6 +210,20 @@ def count_steps(config: RunConfig, loader: Loader) -> int:
     share, whole = math.modf(config.training.num_train_epochs)
     steps = sum(loader.steps_per_epoch(epoch) for epoch in range(int(whole)))
     return steps + (math.ceil(share * loader.steps_per_epoch(int(whole))) if share else 0)
+
+
+def check_rows(loader: Loader, mesh: Mesh) -> None:
+    """Refuse more data-parallel ranks than there are rows for.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    rows = loader.rows_per_epoch(0)
+    if rows < mesh.data_size:
+        raise ValueError(
+            f"the training rows fill {rows} packed row{'s' if rows > 1 else ''}, fewer than the {mesh.data_size} "
+            "data-parallel ranks (dp_replicate_size x dp_shard_size); start fewer processes, or lower data.max_length"
+        )
 
 
 @contextmanager

@@ -132,8 +132,8 @@ class Trainer:
         self.step = self.rank = 0
         self._loss_fn = loss_fn
         self._settings = run_folder.settings(config, own_loss=loss_fn is not None)
-        self._train_rows = setup.check_rows("train_rows", train_rows)
-        self._eval_rows = setup.check_rows("eval_rows", eval_rows)
+        self._train_rows = setup.check_sequence("train_rows", train_rows)
+        self._eval_rows = setup.check_sequence("eval_rows", eval_rows)
         self._callbacks = check_callbacks(callbacks)
         if loss_fn is not None and not callable(loss_fn):
             raise ValueError(f"loss_fn must be a function, not {type(loss_fn).__name__}")
@@ -265,6 +265,7 @@ class Trainer:
         self._eval_layout = setup.build_layout(self.config, self.model, training.per_device_eval_batch_size or rows)
         loader = setup.build_loader(self.config, store, layout, self._learning_rate, self._mesh, self.device)
         self._loader = self._opened.enter_context(closing(loader))
+        setup.check_rows(loader, self._mesh)
         self.total_steps = setup.count_steps(self.config, self._loader)
         self._schedule = make_schedule(self.config.optim, self.total_steps)
 
