@@ -132,8 +132,8 @@ def test_all_problems_at_once(tmp_path):
         'model.dtype: must be one of "bf16", "fp32", not the string "fp16"',
         'data.max_length: must be an integer, not the string "512"',
         "optim.r: unknown key; perhaps you meant adapter.r",
-        "loging: unknown section; perhaps you meant logging; there are model, data, training, adapter, optim, parallel, "
-        "logging",
+        "loging: unknown section; perhaps you meant logging; there are model, data, training, adapter, optim, "
+        "parallel, logging",
         "training.output_dir: is missing; name the run folder",
         "optim.warmup_ratio: must be at least 0 and at most 1, not 2.0",
     ]

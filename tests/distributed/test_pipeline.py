@@ -324,7 +324,7 @@ def test_what_a_stage_raises_comes_through():
         (
             (6, 4, "interleaved", 4),
             r"pp_size 4 x 2 stages a rank \(pp_schedule interleaved\) is more than the model's 6 layers; "
-            "pp_size can be at most 3 with this schedule, or use 1f1b",
+            "pp_size can be at most 3 with this schedule; 1f1b needs half as many",
         ),
         ((1, 2, "zero_bubble", 4), "1 layers; the model is too small for a pipeline"),
         ((8, 4, "1f1b", 3), "gradient_accumulation_steps is 3, pp_size 4; raise gradient_accumulation_steps to 4, or"),

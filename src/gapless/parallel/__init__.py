@@ -19,7 +19,7 @@ from gapless.config import RunConfig
 from gapless.models import weights
 from gapless.models.config import DecoderConfig
 from gapless.models.decoder import Decoder
-from gapless.parallel.data import shard_model
+from gapless.parallel.data import check_replicas, shard_model
 from gapless.parallel.mesh import Mesh
 from gapless.parallel.model import ParallelModel
 from gapless.parallel.pipeline import Pipeline, check_pipeline, split_stages
@@ -101,3 +101,5 @@ def _place(stage: Decoder, config: RunConfig, mesh: Mesh, fill: Fill, device: to
         shard_model(stage, mesh, config.parallel, materialise, dtype=stage.dtype, pure_bf16=config.optim.pure_bf16)
     else:
         materialise(stage)
+        if mesh.size("replicate") > 1:
+            check_replicas(stage, mesh)

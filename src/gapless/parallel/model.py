@@ -47,7 +47,10 @@ class ParallelModel:
         """Have gradients that are added up in buffers reduced over replicas while the last backward runs."""
         group = self.mesh.group("replicate")
         if group is not None and not self._sharded:
-            self._reducer = GradientReducer(buffers, group)
+            # The reducer starts with what the backward comes to first: the last in the order of use.
+            parameters = (parameter for stage in self.stages for parameter in stage.parameters())
+            use = {id(parameter): place for place, parameter in enumerate(parameters)}
+            self._reducer = GradientReducer(sorted(buffers, key=lambda pair: use[id(pair[0])]), group)
 
     def close(self) -> None:
         """Let go of the parameters."""
