@@ -465,7 +465,7 @@ def test_copies_are_given_back_as_they_are_written(tmp_path, monkeypatch):
 
 
 def test_the_bytes_are_those_of_safetensors(tmp_path):
-    whole = tensors(1) | {"weight/scalar": torch.tensor(2.0), "weight/half": torch.randn(3).half()}
+    whole = tensors(1) | {"weight/scalar": torch.tensor(2.0), "weight/half": torch.randn(2).half()}
     with CheckpointWriter(tmp_path, World.single()) as writer:
         path = writer.save(1, (Piece.whole(name, tensor) for name, tensor in whole.items()), {})
     found = load_file(path / "rank0-00001.safetensors")
