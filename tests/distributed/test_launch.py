@@ -199,6 +199,19 @@ def test_a_job_may_train_twice(tmp_path):
     assert (job.codes, job.errors) == ([0, 0], "")
 
 
+def started_again(rank, folder):
+    if rank == 0:  # which came further than rank 1, before both were ended
+        store = launch._meet(read_environment(os.environ), CONFIG.timeout)
+        dist.PrefixStore("gapless/0/turns", store).add("0", 1)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    with launched(CONFIG, "cpu") as world:
+        assert world.share("rank", rank) == [0, 1]
+
+
+def test_what_ended_ranks_left_in_the_store_of_torchrun_is_not_read(tmp_path):
+    assert Job(2, started_again, tmp_path).codes == [0, 0]
+
+
 def slow_first(rank, folder):
     with launched(ParallelConfig(timeout=2.0), "cpu") as world:
         _all_reduce()
@@ -211,6 +224,9 @@ def test_what_one_rank_does_for_all_may_take_longer_than_the_timeout(tmp_path):
 
 
 def raise_in_a_callback(rank, folder):
+    if rank == 2:
+        show = watch.Watch._print
+        watch.Watch._print = lambda self, text: (time.sleep(1.0), show(self, text))  # it prints slowly
     with launched(CONFIG, "cpu") as world:
         world.open_log(folder / "logs")
         _all_reduce()
