@@ -114,6 +114,7 @@ def _serve(pipe):
             world_size=world,
             timeout=timedelta(seconds=timeout / 2),
         )
+        dist.barrier()  # a rank that is done and leaves before another has seen it come would be missed by that one
         try:
             pipe.send((True, function(rank, world, *args)))
         except BaseException:  # noqa: BLE001 - everything is the parent's to judge
