@@ -46,6 +46,8 @@ def _train(world: World, config: RunConfig, steps: int) -> dict:
     described = setup.describe_model(config, tokenizer)
     check_layout(config, described.config, mesh_sizes(config.parallel, world.size))
     device = torch.device(config.model.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     mesh = build_mesh(config.parallel, rank=world.rank, world_size=world.size, device_type=device.type)
     store, _ = setup.build_stores(config, tokenizer, setup.open_data(config, None, None), print, world)
     model = setup.build_model(config, described, mesh, device)

@@ -79,7 +79,9 @@ def on_gpus(rank, world, configs):
 
     ParallelModel.accumulate, AdamW.step = watched, updated
     try:
-        return [train_layout(rank, world, config) for config in configs]
+        results = [train_layout(rank, world, config) for config in configs]
+        assert rank == 0 or not torch._C._cuda_hasPrimaryContext(0), "the other rank's GPU was touched"
+        return results
     finally:
         ParallelModel.accumulate, AdamW.step = accumulate, update
         torch.cuda.set_sync_debug_mode("default")

@@ -136,7 +136,7 @@ class Loader:
     def next_step(self) -> TrainStep:
         """The next step, through the epochs without end. What went wrong in the worker is raised here."""
         if self._worker is None:
-            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gapless-loader")
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="gapless-loader", initializer=self._use_device)
         while len(self._ahead) < self._prefetch:
             # One worker runs these one after the other: each continues where the one before stopped.
             self._ahead.append(self._worker.submit(self._build))
@@ -211,6 +211,11 @@ class Loader:
         self._next_to_build = self._position
 
     # ---- in the worker ----
+
+    def _use_device(self) -> None:
+        # Pinned memory belongs to a GPU's context; in a new thread the first GPU would be current.
+        if self._device.type == "cuda" and self._device.index is not None:
+            torch.cuda.set_device(self._device)
 
     def _build(self) -> _Built:
         position = self._next_to_build

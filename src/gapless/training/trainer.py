@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+import torch
+
 from gapless.config import RunConfig
 from gapless.config_file import check_config
 from gapless.data.loader import TrainStep
@@ -167,6 +169,9 @@ class Trainer:
             self.device = pick_device(self.config.model.device)
             self._world = self._opened.enter_context(launched(self.config.parallel, self.device.type))
             self.rank = self._world.rank
+            if self.device.type == "cuda":
+                # With its number: what is current in this thread is not in others.
+                self.device = torch.device("cuda", torch.cuda.current_device())
             described = self._check()
             self._open_folder()
             checkpoint = self._prepare(described)
@@ -318,15 +323,15 @@ class Trainer:
         )
         self.step += 1
         self._result = None
-        launched = None
+        newest = None
         if metrics is None:
             self._display.message(f"step {self.step} has no trained token in its rows and was skipped")
         else:
             # A CPU is done now; a GPU when the metrics can be read.
             finished = time.perf_counter() if self.device.type == "cpu" else None
-            launched = Pending(self.step, data, PendingMetrics(metrics), finished)
+            newest = Pending(self.step, data, PendingMetrics(metrics), finished)
         self._read_metrics()
-        self._pending = launched
+        self._pending = newest
 
     def _pause(self) -> None:
         """Catch up with the device, then evaluate and save if due."""
