@@ -20,7 +20,9 @@ class StopSignals:
     Handlers belong to the main thread: in another one nothing is changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        """`quiet`: the signal is noted without a word, as another rank says it."""
+        self._quiet = quiet
         self.received: str | None = None
         """Name of the signal, once there was one."""
         self._previous: dict[signal.Signals, object] = {}
@@ -46,6 +48,8 @@ class StopSignals:
         if number == signal.SIGHUP:
             for terminal in self._terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
+        if self._quiet:
+            return
         # Not print: the signal may have come in the middle of one, and streams cannot be entered twice.
         with contextlib.suppress(OSError, ValueError):
             text = f"\n{self.received}: finishing this step, then saving; press Ctrl-C again to abort\n"

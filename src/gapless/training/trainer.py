@@ -157,7 +157,6 @@ class Trainer:
         self.step = 0
         self._asked = self._stop = False
         self._stopped_by: str | None = None
-        self._signals = StopSignals()
         self._totals = Totals()
         self._pending: Pending | None = None
         self._evaluated: int | None = None
@@ -169,6 +168,7 @@ class Trainer:
             self.device = pick_device(self.config.model.device)
             self._world = self._opened.enter_context(launched(self.config.parallel, self.device.type))
             self.rank = self._world.rank
+            self._signals = StopSignals(quiet=self.rank > 0)
             if self.device.type == "cuda":
                 # With its number: what is current in this thread is not in others.
                 self.device = torch.device("cuda", torch.cuda.current_device())
