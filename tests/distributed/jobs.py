@@ -19,7 +19,7 @@ from runs import make_config
 
 import gapless
 from gapless.config import ParallelConfig, RunConfig
-from gapless.parallel.watch import CommandExit
+from gapless.parallel.watch import CommandExit, Watch
 from gapless.training import setup
 from gapless.training.callbacks import Callback
 from gapless.training.checkpoint import list_checkpoints
@@ -143,6 +143,19 @@ class KillAt:
             self.left -= 1
             if self.left < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_when_done(rank: int, config: RunConfig) -> Trainer:
+    """Rank 1 is killed as soon as it has said that it has done its part."""
+    done = Watch.done
+
+    def last_act(self):
+        done(self)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        Watch.done = last_act
+    return Trainer(config)
 
 
 def recording(rank: int, config: RunConfig, *, folder: Path) -> Trainer:

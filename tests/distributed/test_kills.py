@@ -123,18 +123,27 @@ def test_kill_at_every_point_of_a_save(reference, tmp_path):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_kill_at_random_moments(reference, tmp_path, seed):
+    """While it starts, then some steps after the newest checkpoint."""
     draw = random.Random(seed)
-    config = reference.config(tmp_path / "run")
-    for _ in range(3):
-        before = newest(tmp_path / "run")
-        job, rank = Job(tmp_path, config), draw.randrange(2)
-        while not job.wait(draw.uniform(0.1, 0.7)) and newest(tmp_path / "run") == before:
-            pass  # it starts, or has not saved anything: a kill is of little interest
+    output = tmp_path / "run"
+    for kill in range(4):
+        step, rank = newest(output) + draw.randint(1, 3), draw.randrange(2)
+        job = Job(tmp_path, reference.config(output))
+        # One that is killed before all have met is waited for until parallel.timeout.
+        while not (f"\nstep {step}/" in job.said(0, "stdout") if kill else (output / "logs").exists()):
+            assert not job.wait(0.01)
+        job.wait(draw.uniform(0.0, 0.05 if kill else 0.3))
         job.kill(rank)
         job.finish()
-        if job.codes != [0, 0]:
-            assert_killed(job, rank, tmp_path / "run")
+        assert_killed(job, rank, output)
     reference.finish(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_kill_of_a_rank_that_is_done_is_no_matter(straight, tmp_path):
+    job = Job(tmp_path, straight.config(tmp_path / "run"), jobs.killed_when_done).finish()
+    assert job.codes == [0, -signal.SIGKILL]
+    assert_same_outcome(outcome(tmp_path / "run"), straight.outcome)
 
 
 @pytest.mark.parametrize("on", [0, 1])
@@ -143,8 +152,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(straight, tmp_path, 
     config = straight.config(output, save_steps=None)
     job = Job(tmp_path, config, partial(jobs.signalled, on=on, number=signal.SIGTERM)).finish()
     assert job.codes == [143, 143]
-    assert "SIGTERM: finishing this step" in job.said(on)
-    assert "SIGTERM" not in job.said(1 - on)
+    assert ("SIGTERM: finishing this step" in job.said(0)) == (on == 0)
+    assert job.said(1) == ""
     assert job.said(0, "stdout").splitlines()[-1].startswith("stopped by SIGTERM after step 5 of 10, saved in ")
     assert job.said(1, "stdout") == ""
     logs = [(output / "logs" / f"rank-0000{rank}.log").read_text() for rank in (0, 1)]

@@ -24,7 +24,7 @@ from gapless.parallel.log import RankLog
 from gapless.parallel.processes import Process
 from gapless.parallel.store import JsonStore
 from gapless.parallel.watch import Watch
-from gapless.parallel.world import World, share
+from gapless.parallel.world import World, await_keys, share
 
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _HINTS = {
@@ -123,7 +123,8 @@ def launched(config: ParallelConfig, device_type: str) -> Generator[World]:
             world = World(place.rank, local_rank, processes, shared, watch, log)
             yield world
             watch.done()
-            world.share("end", None)
+            # Not a share: one that is killed after `done` must not be waited for.
+            await_keys(shared, [f"done/{rank}" for rank in range(place.size)], watch)
 
 
 def _place_in_group() -> Place | None:

@@ -6,9 +6,13 @@ import json
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+_CONNECTING = timedelta(seconds=5)
+"""A server that dies while a thread connects holds it for this long, not for as long as ranks may wait for others."""
 
 
 class StoreGoneError(RuntimeError):
@@ -28,18 +32,10 @@ class JsonStore:
     def __init__(self, store: dist.Store) -> None:
         """Use torch's store in the thread that calls this, and clones of it in others."""
         self.gone = False
-        self._store = store
+        self._store = store.clone()  # pyrefly: ignore
+        self._store.set_timeout(_CONNECTING)
         self._own = threading.local()
         self._own.store = store
-
-    def connect(self) -> None:
-        """Make this thread's connection; other methods do it when they are called first.
-
-        Raises:
-            StoreGoneError: as all methods.
-        """
-        with self._answering():
-            pass
 
     def set(self, key: str, value: Any) -> None:
         """Set a key."""
@@ -80,7 +76,7 @@ class JsonStore:
             raise StoreGoneError("the store of the job is gone")
         try:
             if not hasattr(self._own, "store"):
-                self._own.store = self._store.clone()  # pyrefly: ignore
+                self._own.store = self._store.clone()
             yield self._own.store
         except dist.DistError as error:
             self.gone = True

@@ -241,8 +241,8 @@ class Watch:
 
     def _run(self) -> None:
         """What the thread does."""
-        while not self._left.wait(POLL):
-            if self._look():
+        while not self._look():  # the first look, at the start, connects to the store
+            if self._left.wait(POLL):
                 break
         if not self._left.wait(GRACE):
             self._end()
