@@ -84,8 +84,14 @@ LAYOUTS = {
 ON_TWO = [{}, {"dp_shard_size": 2}, {"tp_size": 2}, {"pp_size": 2}]
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+CASES = [(layout, kind) for layout in LAYOUTS for kind in ("full", "lora")]
+AT_ONCE = {(layout, ("full", "lora")[index % 2]) for index, layout in enumerate(LAYOUTS)}
+"""One kind of each layout; the others are the long tail."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [pytest.param(*case, marks=() if case in AT_ONCE else pytest.mark.slow) for case in CASES]
+)
 def test_saved_on_four_goes_on_anywhere(inputs, uninterrupted, tmp_path, layout, kind):
     """4 -> 4 in the same layout, 4 -> 2 in another one, 4 -> 1."""
     expected, expected_rows = uninterrupted[kind]
