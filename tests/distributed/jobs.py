@@ -27,6 +27,8 @@ from gapless.training.trainer import Trainer
 
 BOUND = 20.0
 """Seconds after the end of one process in which all others must have ended; on an idle machine it is one or two."""
+LIMIT = 120.0
+"""Seconds that a job may take in all."""
 
 
 def job_config(inputs: Path, output: Path, kind: str = "lora", **settings) -> RunConfig:
@@ -76,7 +78,7 @@ class Job:
 
     def finish(self) -> "Job":
         """Wait for the end of all, which must come soon after that of the first."""
-        self.wait()
+        self.wait(LIMIT)
         begin = time.monotonic()
         for process in self.processes:
             process.join(max(0.1, begin + BOUND - time.monotonic()))

@@ -10,6 +10,7 @@ from runs import assert_same_outcome, outcome, write_inputs
 
 from gapless.checkpoint_file import open_checkpoint
 from gapless.training.callbacks import Callback
+from gapless.training.checkpoint import CheckpointWriter
 from gapless.training.trainer import Trainer
 
 
@@ -26,11 +27,18 @@ class Saves(Callback):
 
 def train(rank, size, config, slow=None):
     """Train; the disk of rank `slow` is slow."""
-    saves = Saves()
-    trainer = Trainer(config, callbacks=[saves])
+    saves, write = Saves(), CheckpointWriter._write_pieces
+
+    def write_late(writer, *args):
+        time.sleep(0.1)
+        return write(writer, *args)
+
     if rank == slow:
-        trainer.fault = lambda point: time.sleep(0.1 if "safetensors" in point else 0.0)
-    trainer.train()
+        CheckpointWriter._write_pieces = write_late
+    try:
+        Trainer(config, callbacks=[saves]).train()
+    finally:
+        CheckpointWriter._write_pieces = write
     return saves.told
 
 
