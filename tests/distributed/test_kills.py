@@ -127,15 +127,18 @@ def test_kill_at_random_moments(reference, tmp_path, seed):
     draw = random.Random(seed)
     output = tmp_path / "run"
     for kill in range(4):
-        step, rank = newest(output) + draw.randint(1, 3), draw.randrange(2)
+        step, rank = min(newest(output) + draw.randint(1, 2), 8), draw.randrange(2)
         job = Job(tmp_path, reference.config(output))
         # One that is killed before all have met is waited for until parallel.timeout.
         while not (f"\nstep {step}/" in job.said(0, "stdout") if kill else (output / "logs").exists()):
-            assert not job.wait(0.01)
+            assert not job.wait(0.01), job.errors()
         job.wait(draw.uniform(0.0, 0.05 if kill else 0.3))
         job.kill(rank)
         job.finish()
+        if newest(output) == 10:
+            break  # where this process is held up, the job may come to its end
         assert_killed(job, rank, output)
+    assert kill >= 2
     reference.finish(tmp_path)
 
 
