@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-_CONNECTING = timedelta(seconds=5)
+_CONNECTING = timedelta(seconds=3)
 """A server that dies while a thread connects holds it for this long, not for as long as ranks may wait for others."""
 
 
