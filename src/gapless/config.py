@@ -148,10 +148,10 @@ class ParallelConfig:
     tp_size: int = 1
     """Ranks that share every layer (tensor parallel); divides the kv heads."""
     pp_size: int = 1
-    """Ranks with a range of layers each (pipeline parallel); at most gradient_accumulation_steps."""
+    """Ranks with a range of layers each (pipeline parallel); with 1f1b at most gradient_accumulation_steps."""
     zero_stage: int = 3
-    """What dp_shard_size shards: 1 optimizer state, 2 gradients too, 3 weights too. In a pipeline gradients are whole
-    until the step's last backward, as with 1."""
+    """What dp_shard_size shards: 1 optimizer state, 2 gradients too, 3 weights too. In a pipeline gradients, and
+    weights that were used backward, are whole until the step's last backward, as with 1."""
     shard_frozen: bool = True
     """Shard frozen weights too (LoRA); false keeps them whole on every rank, which saves gathering them."""
     sequence_parallel: bool = True

@@ -50,7 +50,7 @@ def _train(world: World, config: RunConfig, steps: int) -> dict:
         device = torch.device("cuda", torch.cuda.current_device())
     mesh = build_mesh(config.parallel, rank=world.rank, world_size=world.size, device_type=device.type)
     store, _ = setup.build_stores(config, tokenizer, setup.open_data(config, None, None), print, world)
-    model = setup.build_model(config, described, mesh, device)
+    model = setup.build_model(config, described, mesh, device, world)
     layout = setup.build_layout(config, model.stages[0], config.training.per_device_train_batch_size)
     schedule = make_schedule(config.optim, steps)
     loader = setup.build_loader(config, store, layout, schedule, mesh, device)

@@ -24,7 +24,7 @@ import torch.distributed.pipelining
 import torch.distributed.tensor
 
 TIMEOUT = 60.0
-"""Seconds that a case may take; its collectives wait for half of that."""
+"""Seconds that a case may take; its collectives wait for half of that unless told."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _groups: dict[int, list[tuple[multiprocessing.Process, connection.Connection]]] = {}
@@ -34,12 +34,12 @@ class RankError(AssertionError):
     """A rank raised; the text is its traceback."""
 
 
-def run(world, function, *args, timeout=TIMEOUT, backend="gloo"):
+def run(world, function, *args, timeout=TIMEOUT, collective=None, backend="gloo"):
     """Call function(rank, world, *args) in `world` processes of one group; returns their results by rank."""
     members = _groups.pop(world, None) or _start(world)
     rendezvous = Path(tempfile.mkdtemp(prefix="gapless-"), "group")
     for rank, (_, pipe) in enumerate(members):
-        pipe.send((rank, world, str(rendezvous), function, args, timeout, backend))
+        pipe.send((rank, world, str(rendezvous), function, args, collective or timeout / 2, backend))
     try:
         results = _collect(members, timeout)
     except BaseException:
@@ -104,7 +104,7 @@ def _serve(pipe):
     torch.set_num_threads(1)
     while True:
         try:
-            rank, world, rendezvous, function, args, timeout, backend = pipe.recv()
+            rank, world, rendezvous, function, args, collective, backend = pipe.recv()
         except EOFError:
             return
         dist.init_process_group(
@@ -112,7 +112,7 @@ def _serve(pipe):
             init_method=f"file://{rendezvous}",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=timeout / 2),
+            timeout=timedelta(seconds=collective),
         )
         dist.barrier()  # a rank that is done and leaves before another has seen it come would be missed by that one
         try:

@@ -4,11 +4,14 @@ Each layout trains with all weights and with adapters, tied and untied embedding
 bites and uneven masks; the second of the three steps ends an epoch whose rows do not fill it.
 """
 
+import time
+
 import pytest
 from layouts import assert_same_numbers, layout_config, train_alone, train_layout
 from pool import run
 from runs import write_inputs
 
+from gapless.models.weights import StoredWeights
 from tiny import write_tiny_model
 from tiny_tokenizer import VOCAB_SIZE
 
@@ -95,3 +98,33 @@ def test_a_rank_without_any_row_in_a_step(inputs, alone, settings):
     results = run(4, train_all, [config_of(inputs, *case, 4, 1, **settings) for case in cases])
     for index, case in enumerate(cases):
         assert_same_numbers([result[index] for result in results], alone[case])
+
+
+def test_shards_that_leave_a_rank_nothing(inputs):
+    """With one row of A for two shard ranks, the second has none of a gradient that tensor ranks add up."""
+    targets = {"r": 1, "target_modules": ("q_proj", "down_proj")}
+    alone = train_alone(config_of(inputs, "lora", True, 1, 1, **targets))
+    config = config_of(inputs, "lora", True, 2, dp_shard_size=2, tp_size=2, **targets)
+    assert_same_numbers(run(4, train_layout, config), alone)
+
+
+def read_slowly(rank, world, configs):
+    """The second rank reads its weights for longer than a collective may wait."""
+    fill = StoredWeights.fill
+
+    def slow(stored, views):
+        time.sleep(2.0 if rank == 1 else 0.0)
+        fill(stored, views)
+
+    StoredWeights.fill = slow
+    try:
+        return [train_layout(rank, world, config, steps=1)["losses"] for config in configs]
+    finally:
+        StoredWeights.fill = fill
+
+
+def test_weights_are_read_outside_of_collectives(inputs):
+    layouts = [{}, {"pp_size": 2}]
+    configs = [config_of(inputs, "lora", True, 2 if not layout else 1, **layout) for layout in layouts]
+    first, second = run(2, read_slowly, configs, collective=1.0)
+    assert first == second

@@ -14,6 +14,7 @@ from gapless.config import AdapterConfig, DataConfig, ModelConfig, OptimConfig, 
 from gapless.data.tokenizer import Tokenizer
 from gapless.models.gguf import hf_folder_from_gguf
 from gapless.parallel.mesh import Mesh
+from gapless.parallel.world import World
 from gapless.training import setup
 from gapless.training.metrics import read_metrics
 
@@ -87,7 +88,7 @@ def test_twenty_steps_of_lora_are_those_of_peft(folder, tmp_path, text):
     tokenizer = Tokenizer.from_folder(folder)
     described = setup.describe_model(config, tokenizer)
     start = setup.trained_views(
-        config, *setup.build_model(config, described, Mesh.single(), torch.device("cpu")).stages
+        config, *setup.build_model(config, described, Mesh.single(), torch.device("cpu"), World.single()).stages
     )
     theirs = dict(model.named_parameters())
     with torch.no_grad():

@@ -33,7 +33,7 @@ class TrainStep:
     micro_batches: list[PackedBatch]
     """This rank's, in order, on the device."""
     num_trained: int
-    """N: trained tokens of the step over all micro-batches and ranks; never 0."""
+    """N: trained tokens of the step over all micro-batches and ranks."""
     step: int
     """Optimizer steps before this one."""
     epoch: float

@@ -45,7 +45,8 @@ def check_layout(config: RunConfig, decoder: DecoderConfig, sizes: Mapping[str, 
     check_tensor(decoder, sizes["tensor"], tokens, parallel.sequence_parallel)
     if training.per_device_eval_batch_size is not None:
         tokens = training.per_device_eval_batch_size * config.data.max_length
-        check_tensor(decoder, sizes["tensor"], tokens, parallel.sequence_parallel)
+        key = "per_device_eval_batch_size"
+        check_tensor(decoder, sizes["tensor"], tokens, parallel.sequence_parallel, key)
     check_pipeline(
         decoder.layers,
         sizes["pipeline"],
@@ -56,7 +57,13 @@ def check_layout(config: RunConfig, decoder: DecoderConfig, sizes: Mapping[str, 
 
 
 def apply(
-    model: Decoder, config: RunConfig, mesh: Mesh, fill: Fill, *, device: torch.device | str = "cpu"
+    model: Decoder,
+    config: RunConfig,
+    mesh: Mesh,
+    fill: Fill,
+    *,
+    device: torch.device | str = "cpu",
+    meet: Callable[[], None] = lambda: None,
 ) -> ParallelModel:
     """Cut a model over the ranks, read its weights, and have the ranks work together.
 
@@ -66,6 +73,7 @@ def apply(
         mesh: the rank's place.
         fill: reads values.
         device: of the weights.
+        meet: waits for all ranks outside of a collective; called after weights are read and before one is due.
     """
     pipelined = mesh.size("pipeline") > 1
     stages = split_stages(model, mesh, config.parallel.pp_schedule) if pipelined else [model]
@@ -73,7 +81,7 @@ def apply(
     for stage in stages:
         if mesh.size("tensor") > 1:
             apply_tensor(stage, mesh, sequence_parallel=sequence_parallel)
-        _place(stage, config, mesh, fill, device)
+        _place(stage, config, mesh, fill, device, meet)
     pipeline = None
     if pipelined:
         pipeline = Pipeline(
@@ -88,7 +96,14 @@ def apply(
     return ParallelModel(stages, mesh, config.parallel, pipeline)
 
 
-def _place(stage: Decoder, config: RunConfig, mesh: Mesh, fill: Fill, device: torch.device | str) -> None:
+def _place(
+    stage: Decoder,
+    config: RunConfig,
+    mesh: Mesh,
+    fill: Fill,
+    device: torch.device | str,
+    meet: Callable[[], None],
+) -> None:
     """Give a stage's weights memory and values, and shard them if there are ranks for it."""
 
     def materialise(module: nn.Module) -> None:
@@ -98,8 +113,17 @@ def _place(stage: Decoder, config: RunConfig, mesh: Mesh, fill: Fill, device: to
 
     stage.rotary_frequencies = stage.rotary_frequencies.to(device)
     if mesh.size("shard") > 1:
-        shard_model(stage, mesh, config.parallel, materialise, dtype=stage.dtype, pure_bf16=config.optim.pure_bf16)
+        shard_model(
+            stage,
+            mesh,
+            config.parallel,
+            materialise,
+            dtype=stage.dtype,
+            pure_bf16=config.optim.pure_bf16,
+            meet=meet,
+        )
     else:
         materialise(stage)
+        meet()
         if mesh.size("replicate") > 1:
             check_replicas(stage, mesh)

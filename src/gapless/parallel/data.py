@@ -52,6 +52,11 @@ class _Bucket:
         self.flat = self.gradients[0] if alone else torch.cat([gradient.flatten() for gradient in self.gradients])
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the sum is there, asked without waiting."""
+        return self.work is not None and self.work.is_completed()
+
     def finish(self) -> None:
         assert self.work is not None
         assert self.flat is not None
@@ -92,7 +97,7 @@ class GradientReducer:
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._ready) for parameter, _ in gradients]
         self._armed = False
-        self._started = 0
+        self._started = self._finished = 0
 
     def arm(self) -> None:
         """Reduce gradients as soon as the next backward, the window's last, has added to them."""
@@ -104,9 +109,9 @@ class GradientReducer:
     def finish(self) -> None:
         """Leave the sums in the buffers; every rank calls it once in a window."""
         self._start(len(self._buckets))
-        for bucket in self._buckets:
+        for bucket in self._buckets[self._finished :]:
             bucket.finish()
-        self._armed, self._started = False, 0
+        self._armed, self._started, self._finished = False, 0, 0
 
     def close(self) -> None:
         """Let go of the parameters."""
@@ -128,8 +133,12 @@ class GradientReducer:
     @torch.no_grad()
     def _start(self, end: int) -> None:
         for bucket in self._buckets[self._started : end]:
+            # What has arrived is put back first, so that few of the flat copies live at a time.
+            while self._finished < self._started and self._buckets[self._finished].arrived:
+                self._buckets[self._finished].finish()
+                self._finished += 1
             bucket.start(self._group)
-        self._started = max(self._started, end)
+            self._started += 1
 
 
 def _fill_buckets(gradients: Sequence[tuple[nn.Parameter, Tensor]], bucket_bytes: int) -> list[_Bucket]:
@@ -159,6 +168,7 @@ def shard_model(
     *,
     dtype: torch.dtype,
     pure_bf16: bool = False,
+    meet: Callable[[], None] = lambda: None,
 ) -> None:
     """Shard a decoder, or a pipeline stage of one, over the mesh's "shard" ranks with FSDP2 (Zhao et al. 2023).
 
@@ -177,6 +187,7 @@ def shard_model(
             that only one of them is whole at any time.
         dtype: of the weights that the forward uses.
         pure_bf16: whether trained parameters keep their dtype. FSDP2 then rounds each reduced gradient to it.
+        meet: waits for all ranks to have read their weights, which may take longer than a collective may.
 
     Raises:
         ValueError: ranks that must hold the same values do not.
@@ -196,6 +207,7 @@ def shard_model(
     for group in _groups(model):
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to a sum
+    meet()
     _compare(sums, mesh)
 
 

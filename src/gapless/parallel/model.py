@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 from gapless.batch import PackedBatch
 from gapless.config import ParallelConfig
 from gapless.models.decoder import Decoder
+from gapless.models.views import local_tensor
 from gapless.parallel.data import GradientReducer, before_backward, reshard
 from gapless.parallel.loss import LossFunction, batch_loss, hidden_loss
 from gapless.parallel.mesh import Mesh
@@ -36,7 +37,11 @@ class ParallelModel:
         self._pipeline = pipeline
         self._sharded = mesh.size("shard") > 1
         self._reducer: GradientReducer | None = None
-        self._partial = [parameter for stage in self.stages for parameter in partial_parameters(stage)]
+        # Of a short parameter FSDP2 leaves some ranks nothing; those that add up have equal shards.
+        partial = [parameter for stage in self.stages for parameter in partial_parameters(stage)]
+        self._partial = [parameter for parameter in partial if local_tensor(parameter).numel()]
+        tied = None if pipeline is None else pipeline.tied
+        self._tied = tied if tied is not None and local_tensor(tied).numel() else None
 
     @property
     def together(self) -> bool:
@@ -104,8 +109,8 @@ class ParallelModel:
             torch._foreach_copy_(
                 gradients, [piece.view_as(tensor) for piece, tensor in zip(pieces, gradients, strict=True)]
             )
-        if self._pipeline is not None and self._pipeline.tied is not None:
-            self._pipeline.sum_tied(gradient(self._pipeline.tied))
+        if self._pipeline is not None and self._tied is not None:
+            self._pipeline.sum_tied(gradient(self._tied))
 
     # ---- evaluation ----
 

@@ -7,7 +7,8 @@ it as a sum over the ranks, so a pair costs two collectives: one in the forward 
 
 With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) the residual stream between regions is cut by tokens,
 [T / ranks, H]. Entering gathers and leaving scatters the sum: the same bytes on the wire as the sum alone, but norms
-and what they keep for the backward are not repeated on every rank.
+and what they keep for the backward are not repeated on every rank. What was gathered is kept whole for the gradients of
+the weights, where the paper gathers it again.
 
 The collectives are explicit autograd functions and all tensors are plain local ones: a layer works on its piece as if
 it were alone. Parameters that every rank holds whole but sees only some of the work of (`partial_parameters`) have
@@ -33,7 +34,13 @@ from gapless.models.norm import RMSNorm
 from gapless.parallel.mesh import Mesh
 
 
-def check_tensor(config: DecoderConfig, tp_size: int, tokens: int, sequence_parallel: bool) -> None:
+def check_tensor(
+    config: DecoderConfig,
+    tp_size: int,
+    tokens: int,
+    sequence_parallel: bool,
+    batch_size: str = "per_device_train_batch_size",
+) -> None:
     """Refuse a model or a batch that cannot be cut.
 
     Args:
@@ -41,6 +48,7 @@ def check_tensor(config: DecoderConfig, tp_size: int, tokens: int, sequence_para
         tp_size: ranks of a tensor group.
         tokens: T, the tokens of a micro-batch.
         sequence_parallel: whether the residual stream is cut too.
+        batch_size: the setting that T follows from, beside max_length.
 
     Raises:
         ValueError: what does not divide, both numbers and what to change.
@@ -58,8 +66,8 @@ def check_tensor(config: DecoderConfig, tp_size: int, tokens: int, sequence_para
         )
     if sequence_parallel and tokens % tp_size:
         raise ValueError(
-            f"tp_size = {tp_size} does not divide the {tokens} tokens of a micro-batch (per_device_train_batch_size x "
-            f"max_length); make max_length a multiple of {tp_size}, or set sequence_parallel = false"
+            f"tp_size = {tp_size} does not divide the {tokens} tokens of a micro-batch ({batch_size} x max_length); "
+            f"make max_length a multiple of {tp_size}, or set sequence_parallel = false"
         )
 
 

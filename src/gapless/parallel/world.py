@@ -83,6 +83,14 @@ class World:
         self._read = [f"{call}/{self.rank}", *([f"{call}/count", f"{call}/all"] if self.rank == 0 else [])]
         return values
 
+    def meet(self, name: str) -> None:
+        """Wait until all ranks have come here, as long as it takes.
+
+        Args:
+            name: the same on all ranks; may be used again.
+        """
+        self.share(name, None)
+
     def agree(self, name: str, values: Mapping[str, Any]) -> None:
         """Make sure that all ranks have the same values.
 

@@ -44,20 +44,24 @@ class Run(Protocol):
 
     config: RunConfig
     model: Decoder
+    """In a job of many ranks what this one has: a shard or piece of every layer, or some of the layers."""
     tokenizer: Tokenizer
+    rank: int
+    """Of this process; 0 is the main one."""
     step: int
     """Optimizer steps launched."""
     total_steps: int
 
     def stop(self) -> None:
-        """End the run after the current step."""
+        """End the run after the current step; of many ranks, up to two steps later."""
 
 
 class Callback:
     """Override what you need.
 
     Metrics are read one step late, so that the device never waits: `on_step_end` may find `trainer.step` one ahead of
-    `metrics["step"]`.
+    `metrics["step"]`. In a job of many ranks all of them call the same methods at the same steps (`on_save` perhaps at
+    others where training.async_save is on).
     """
 
     def on_train_begin(self, trainer: Run) -> None:

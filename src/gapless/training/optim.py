@@ -78,6 +78,9 @@ class AdamW:
             seen[id(view.parameter)] = decays
         self._step_count = torch.zeros((), dtype=torch.float32, device=device)
         self._open = torch.ones((), dtype=torch.bool, device=device)
+        self._gradients = {
+            id(param): grad for group in self._groups for param, grad in zip(group.params, group.grads, strict=True)
+        }
         self._state = {
             id(param): (local, master, exp_avg, exp_avg_sq)
             for group in self._groups
@@ -93,10 +96,7 @@ class AdamW:
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """The float32 gradient added up since the last step, shaped like this rank's part of the parameter."""
-        group, index = next(
-            (group, index) for group in self._groups for index, param in enumerate(group.params) if param is parameter
-        )
-        grad = group.grads[index]
+        grad = self._gradients[id(parameter)]
         return _sharded_gradient(parameter) if grad is None else grad
 
     def buffers(self) -> list[tuple[nn.Parameter, Tensor]]:

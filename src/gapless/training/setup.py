@@ -52,7 +52,7 @@ def describe_model(config: RunConfig, tokenizer: Tokenizer) -> Decoder:
     return model
 
 
-def build_model(config: RunConfig, described: Decoder, mesh: Mesh, device: torch.device) -> ParallelModel:
+def build_model(config: RunConfig, described: Decoder, mesh: Mesh, device: torch.device, world: World) -> ParallelModel:
     """This rank's part of a model that `describe_model` gave, its weights read and new adapters drawn."""
     stored = StoredWeights(config.model.path)
 
@@ -61,7 +61,7 @@ def build_model(config: RunConfig, described: Decoder, mesh: Mesh, device: torch
         stored.fill(view for view in hf_views(stage) if id(view.parameter) in wanted)
         reset_adapters(stage, config.training.seed)
 
-    return parallel.apply(described, config, mesh, fill, device=device)
+    return parallel.apply(described, config, mesh, fill, device=device, meet=lambda: world.meet("weights are read"))
 
 
 def trained_views(config: RunConfig, *stages: Decoder) -> list[TensorView]:

@@ -143,7 +143,7 @@ class Trainer:
     def stop(self) -> None:
         """End the run after the current step, as if it were the last: save, evaluate, write the result.
 
-        In a job of many ranks any one of them may ask; all end after the same step, perhaps the next.
+        In a job of many ranks any one of them may ask; all end after the same step, up to two steps later.
         """
         self._asked = True
 
@@ -258,7 +258,7 @@ class Trainer:
     def _build(self, described: Decoder, store: TokenStore) -> None:
         """Model, optimizer, loader and schedule."""
         training = self.config.training
-        self._parallel = setup.build_model(self.config, described, self._mesh, self.device)
+        self._parallel = setup.build_model(self.config, described, self._mesh, self.device, self._world)
         self._opened.enter_context(closing(self._parallel))
         self.model = self._parallel.stages[0]
         views = setup.trained_views(self.config, *self._parallel.stages)
@@ -301,6 +301,7 @@ class Trainer:
 
     def _loop(self) -> None:
         self._evaluate_if_due()
+        self._world.meet("evaluated")
         self._clock.resume()
         while self.step < self.total_steps and not self._ending:
             self._train_step()
@@ -339,6 +340,8 @@ class Trainer:
         self._evaluate_if_due()
         if self._save_due or self._ending:
             self._save()
+        # What callbacks and sample answers took on one rank shall not count as waiting in a collective.
+        self._world.meet("pause")
         self._clock.resume()
 
     @property
