@@ -276,6 +276,22 @@ def test_an_error_of_all_ranks_is_told_once(tmp_path):
     assert re.match(r"rank \d: error: the ranks do not agree on start: seed: rank 0 has 0, rank 1 has 1", line)
 
 
+def fail_alike_later(rank, folder):
+    watch.POLL = 0.05
+    with launched(CONFIG, "cpu"):
+        _all_reduce()
+        time.sleep(0.4 * rank)
+        read_environment({"WORLD_SIZE": "0"})
+
+
+def test_an_error_is_told_once_where_some_find_it_later(tmp_path):
+    """The watching thread of rank 1 hears of the error before its rank finds the same."""
+    job = Job(2, fail_alike_later, tmp_path)
+    assert job.codes == [2, 2]
+    (line,) = job.lines()
+    assert line.startswith("rank 0: error: WORLD_SIZE is '0'")
+
+
 def killed_in_a_collective(rank, folder):
     with launched(CONFIG, "cpu"):
         _all_reduce()

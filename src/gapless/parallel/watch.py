@@ -34,6 +34,8 @@ PATIENCE = 2.0
 """Seconds that an error which may follow from a failure elsewhere waits for that failure to be on record."""
 SILENCE = 30.0
 """Fewest seconds without a sign of life after which a rank on another machine is taken for dead."""
+ALIKE = 1.0
+"""Seconds after which a rank that was told of a user's mistake says so, unless it has found the same one itself."""
 READING = 3.0
 """Seconds that the rank with the failure stays for the others to read why."""
 LOST = "lost"
@@ -123,6 +125,7 @@ class Watch:
             log: of this rank.
         """
         self.failure: Failure | None = None
+        self._own: Failure | None = None
         self._store, self._rank, self._size, self._log = store, rank, len(processes), log
         self._neighbours = {
             other: process
@@ -181,7 +184,7 @@ class Watch:
 
     def _tell(self, error: BaseException) -> OtherRankFailed | None:
         """Report an error of this rank, or find whose failure it follows from; returns what to raise in its place."""
-        own = Failure.of(self._rank, error)
+        own = self._own = Failure.of(self._rank, error)
         if _may_follow(error):
             self._wait_for(self._look, PATIENCE)
         if self.failure is None:
@@ -296,6 +299,9 @@ class Watch:
             with suppress(StoreGoneError):
                 if failure.kind != LOST:
                     self._wait_for(lambda: self._store.has([_TOLD]), PATIENCE)
+            if say and failure.code == 2:  # its rank may not be the only one to find it
+                self._wait_for(lambda: self._own is not None, ALIKE)
+                say = self._own is None or not failure.is_alike(self._own)
             if say:
                 self._print(str(OtherRankFailed(failure.rank, failure.message)))
             with suppress(StoreGoneError):
