@@ -1,5 +1,6 @@
 """A run that was saved in one layout goes on in another: the same rows, and the same numbers to rounding."""
 
+import dataclasses
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ from pool import run
 from runs import write_inputs
 
 from gapless.data.loader import Loader
+from gapless.training.callbacks import Callback
 from gapless.training.metrics import read_metrics
 from gapless.training.trainer import Trainer
 from tiny import write_tiny_model
@@ -37,6 +39,22 @@ def config_of(inputs, output, kind, world, **layout):
         save_total_limit=None,
         **layout,
     )
+
+
+class StopAfter(Callback):
+    """Asks for the end of the run once the metrics of a step are there."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer, metrics):
+        if metrics["step"] == self.step:
+            trainer.stop()
+
+
+def stop_early(rank, world, config, step):
+    """Train until all ranks know that one has asked to stop; returns the last step."""
+    return Trainer(config, callbacks=[StopAfter(step)] if rank == world - 1 else []).train().step
 
 
 def train(rank, world, config):
@@ -111,6 +129,24 @@ def test_saved_on_four_goes_on_anywhere(inputs, uninterrupted, tmp_path, layout,
             assert all(rank[step][1] == expected_rows[step][1] for rank in ranks)
             assert_each_row_once([rank[step][0] for rank in ranks], expected_rows[step][0], following)
     assert_same_run(losses(tmp_path / "four"), expected)
+
+
+def test_from_four_ranks_to_two_to_one(inputs, uninterrupted, tmp_path):
+    """FSDP and replicas on four, then a pipeline of two, then one process; stopped, not at a planned checkpoint."""
+    layouts = [(4, {"dp_replicate_size": 2, "dp_shard_size": 2}, 1), (2, {"pp_size": 2}, 3)]
+    for world, layout, step in layouts:
+        config = config_of(inputs, tmp_path, "lora", world, **layout)
+        last = run(
+            world,
+            stop_early,
+            dataclasses.replace(config, training=dataclasses.replace(config.training, save_steps=None)),
+            step,
+        )
+        assert len(set(last)) == 1
+        assert step < last[0] <= step + 3
+        shutil.rmtree(tmp_path / "adapter")
+    train(0, 1, config_of(inputs, tmp_path, "lora", 1))
+    assert_same_run(losses(tmp_path), uninterrupted["lora"][0])
 
 
 def assert_same_run(found, expected):
