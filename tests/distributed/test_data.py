@@ -189,6 +189,7 @@ LAYOUTS = {
 MODELS = [{"kind": kind, "tied": tied} for kind in ("full", "lora") for tied in (False, True)]
 
 
+@pytest.mark.slow  # at once there is test_layouts.py
 @pytest.mark.parametrize("world", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model.values())))
 def test_gradients_and_losses_are_those_of_one_process(model, world):

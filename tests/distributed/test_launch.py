@@ -399,6 +399,7 @@ with CommandExit(), launched(ParallelConfig(timeout=20.0), "cpu") as world:
 """
 
 
+@pytest.mark.slow
 def test_torchrun_and_its_restarts(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

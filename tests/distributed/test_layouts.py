@@ -80,11 +80,24 @@ LAYOUTS = {
 }
 
 
+FIRST, OTHERS = [("full", True), ("lora", False)], [("full", False), ("lora", True)]
+"""(kind, tied): what trains in every layout at once, and what is the long tail on more than two ranks."""
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_numbers_are_those_of_one_process(inputs, alone, layout):
+    compare(inputs, alone, layout, FIRST if LAYOUTS[layout][0] > 2 else FIRST + OTHERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name, (world, _) in LAYOUTS.items() if world > 2])
+def test_numbers_are_those_of_one_process_too(inputs, alone, layout):
+    compare(inputs, alone, layout, OTHERS)
+
+
+def compare(inputs, alone, layout, cases):
     world, settings = LAYOUTS[layout]
     data_ranks = world // settings.get("tp_size", 1) // settings.get("pp_size", 1)
-    cases = [(kind, tied) for kind in KINDS for tied in TIED]
     configs = [config_of(inputs, kind, tied, data_ranks, **settings) for kind, tied in cases]
     results = run(world, train_all, configs, timeout=120.0)
     for index, case in enumerate(cases):
