@@ -3,7 +3,9 @@
 import inspect
 import json
 import math
+import os
 import shutil
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -450,3 +452,30 @@ def test_wandb_that_is_not_installed_is_refused(inputs, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="wandb.* not installed"):
         train(make_config(inputs, tmp_path, report_to=("wandb",)))
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_is_only_noted(inputs, tmp_path):
+    """With an asynchronous save the loop is over by then; the second of two SIGTERMs, as job systems send them."""
+    got = []
+
+    class Stop(Callback):
+        def on_step_end(self, trainer, metrics):
+            if metrics["step"] == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+    def again(point):
+        if point == "state written":
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+    trainer = Trainer(make_config(inputs, tmp_path, async_save=True, save_steps=None), callbacks=[Stop()])
+    trainer.fault = again
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    try:
+        result = trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not got
+    assert result.stopped_by == "SIGTERM"
+    assert list_checkpoints(tmp_path / "checkpoints")

@@ -181,6 +181,7 @@ class Trainer:
             self._begin(checkpoint)
             with self._signals:
                 self._loop()
+                self._writer.finish()  # a signal while the last checkpoint is written is no reason to lose it
             return self._finish()
 
     # ---- before the first step ----
@@ -203,7 +204,13 @@ class Trainer:
     def _open_folder(self) -> None:
         """Open the run folder, which rank 0 makes and locks, and what is shown."""
         opened = run_folder.open_run_folder(self.config)
-        self._folder = Path(self._world.first("folder", lambda: str(self._opened.enter_context(opened))))
+        made = self._world.first("folder", lambda: str(self._opened.enter_context(opened)))
+        self._folder = Path(self.config.training.output_dir)
+        if not (self._folder / "checkpoints").is_dir():
+            raise ValueError(
+                f"rank {self.rank} does not see {made}, which rank 0 has made; training.output_dir must be on a file "
+                "system that all nodes share, and a relative path start from the same folder on all of them"
+            )
         self._world.open_log(self._folder / "logs")
         self._display = self._opened.enter_context(closing(make_display(self._world)))
 
@@ -296,6 +303,7 @@ class Trainer:
             self._display.message(f"going on from {checkpoint.path}")
         for callback in self._callbacks:
             callback.on_train_begin(self)
+        self._world.meet("begun")
 
     # ---- steps ----
 
@@ -312,7 +320,6 @@ class Trainer:
     def _train_step(self) -> None:
         """Launch a step, then read the metrics of the one before it."""
         self._writer.poll()
-        self._tell_saved()
         data = self._loader.next_step()
         metrics = train_step(
             self._parallel,
@@ -337,10 +344,11 @@ class Trainer:
     def _pause(self) -> None:
         """Catch up with the device, then evaluate and save if due."""
         self._read_metrics()
+        self._tell_saved()
         self._evaluate_if_due()
         if self._save_due or self._ending:
             self._save()
-        # What callbacks and sample answers took on one rank shall not count as waiting in a collective.
+        # What callbacks and sample answers take on one rank shall not count as waiting in a collective.
         self._world.meet("pause")
         self._clock.resume()
 
@@ -495,7 +503,6 @@ class Trainer:
 
     def _finish(self) -> TrainResult:
         self._log.draw()
-        self._writer.finish()
         self._tell_saved()
         if self._stopped_by:
             self._display.message(

@@ -1,0 +1,96 @@
+"""What a job of many ranks refuses at its start, on all ranks, and what it waits for."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from layouts import layout_config
+from pool import run
+from runs import write_inputs
+
+from gapless.training.callbacks import Callback
+from gapless.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"), rows=5)
+
+
+def refused(rank, world, configs):
+    messages = []
+    for config in configs:
+        try:
+            Trainer(config).train()
+            messages.append("trained")
+        except (ValueError, SystemExit) as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_does_not_divide(inputs):
+    """The tiny model has 2 kv heads and 2 layers, its rows fill 3 packed rows."""
+    cases = [
+        ({"tp_size": 4}, ("tp_size = 4", "2 key-value heads")),
+        ({"tp_size": 2, "max_length": 127}, ("127", "2")),
+        ({"pp_size": 4, "gradient_accumulation_steps": 4}, ("4", "2 layers")),
+        ({"pp_size": 2, "gradient_accumulation_steps": 1}, ("gradient_accumulation_steps is 1", "pp_size 2")),
+        ({"pp_size": 2, "pp_schedule": "interleaved"}, ("2 layers",)),
+        ({"dp_shard_size": 3}, ("dp_shard_size 3 takes a multiple of 3 processes, and there are 4",)),
+        ({}, ("3 packed rows", "4 data-parallel ranks")),
+    ]
+    configs = [layout_config(inputs, "lora", output_dir=str(inputs / "refused"), **case) for case, _ in cases]
+    results = run(4, refused, configs)
+    for index, (_, words) in enumerate(cases):
+        for rank in results:
+            assert all(word in rank[index] for word in words), rank[index]
+    assert not (inputs / "refused").exists()
+
+
+def elsewhere(rank, world, config, folders):
+    """Train from a working folder of this rank's own."""
+    before = Path.cwd()
+    os.chdir(folders[rank])
+    try:
+        return refused(rank, world, [config])
+    finally:
+        os.chdir(before)
+
+
+def test_a_run_folder_that_is_not_shared(inputs, tmp_path):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    found = run(2, elsewhere, layout_config(inputs, "lora", output_dir="run"), folders)
+    assert all("rank 1 does not see" in message for (message,) in found)
+    assert not (folders[1] / "run").exists()
+
+
+class Slow(Callback):
+    """Takes longer than a collective may, on one rank, wherever a callback may."""
+
+    def wait(self, trainer):
+        time.sleep(1.5 if trainer.rank == 0 else 0.0)
+
+    def on_train_begin(self, trainer):
+        self.wait(trainer)
+
+    def on_evaluate(self, trainer, metrics):
+        self.wait(trainer)
+
+    def on_save(self, trainer, folder):
+        self.wait(trainer)
+
+
+def train_slowly(rank, world, configs):
+    return [Trainer(config, callbacks=[Slow()]).train().finished for config in configs]
+
+
+def test_callbacks_may_take_longer_than_a_collective(inputs, tmp_path):
+    settings = {"max_steps": 2, "save_steps": 1, "eval": (str(inputs / "eval.jsonl"),)}
+    configs = [
+        layout_config(inputs, "lora", output_dir=str(tmp_path / str(later)), async_save=later, **settings)
+        for later in (False, True)
+    ]
+    assert run(2, train_slowly, configs, collective=1.0) == [[True, True]] * 2
