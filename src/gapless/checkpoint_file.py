@@ -10,7 +10,7 @@
 
 A box is a range of indices in each dimension. The boxes of a tensor fill it without overlap, so that any other box of
 it, what a rank of another layout needs, can be put together from them. Nothing is read before sizes and checksums of
-all files agree with the index. `gapless.training.checkpoint` writes them.
+all files agree with the index (`open_written`: the sizes). `gapless.training.checkpoint` writes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,6 +186,21 @@ def open_checkpoint(path: Path, *, share: tuple[int, int] = (0, 1)) -> Checkpoin
     Raises:
         CheckpointError: a file is missing, truncated, changed or not understood.
     """
+    rank, size = share
+    return _open(path, lambda number: number % size == rank)
+
+
+def open_written(path: Path) -> Checkpoint:
+    """Open a checkpoint that this job has just written: as `open_checkpoint`, without reading all of it for checksums.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or not understood.
+    """
+    return _open(path, lambda _: False)
+
+
+def _open(path: Path, is_summed: Callable[[int], bool]) -> Checkpoint:
+    """Open a checkpoint; of which files, by number, checksums are computed."""
     index = _read_json(path / INDEX_FILE)
     version = index.get("format_version")
     if version != FORMAT_VERSION:
@@ -195,9 +210,8 @@ def open_checkpoint(path: Path, *, share: tuple[int, int] = (0, 1)) -> Checkpoin
         )
     if not isinstance(index.get("tensors"), dict) or not isinstance(index.get("files"), dict):
         raise CheckpointError(f"{path / 'index.json'} is damaged: it has no tensors or no files")
-    rank, size = share
     for number, (name, expected) in enumerate(index["files"].items()):
-        _check_file(path / name, expected, checksum=number % size == rank)
+        _check_file(path / name, expected, checksum=is_summed(number))
     state = _read_json(path / "state.json")
     return Checkpoint(path, state["step"], state, index)
 

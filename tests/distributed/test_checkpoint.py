@@ -295,6 +295,7 @@ def test_a_kill_of_any_rank_at_any_point_leaves_one_checkpoint(tmp_path, victim,
     if point != "rank done":
         assert checkpoint.step == (2 if point in ("renamed", "pruned one") else 1)
     assert_is(checkpoint, checkpoint.step)
+    files.clear_temporary(out)
     run_threads(tmp_path / "third", 2, lambda world: save(world, out, 3, keep=1))
     assert_is(open_newest(out), 3)
     assert [path.name for path in out.iterdir()] == ["step-000003"]
@@ -325,18 +326,46 @@ def test_a_full_disk_on_one_rank_ends_all_and_keeps_the_last_checkpoint(tmp_path
     assert [path.name for path in out.iterdir()] == ["step-000001"]
 
 
-# ---- asynchronous ----
-
-
 class Gate:
-    """A fault hook at which the writing thread waits: a slow disk."""
+    """A fault hook at which whoever writes waits, at one point or at the first: a slow disk."""
 
-    def __init__(self):
-        self.opened, self.reached = threading.Event(), threading.Event()
+    def __init__(self, point=None):
+        self.point, self.opened, self.reached = point, threading.Event(), threading.Event()
 
     def __call__(self, point):
-        self.reached.set()
-        assert self.opened.wait(10)
+        if self.point in (None, point):
+            self.reached.set()
+            assert self.opened.wait(10)
+
+
+def test_a_rank_that_outlives_its_job_writes_into_no_folder_of_the_next(tmp_path):
+    """The other rank was killed; the next job saves the same step while this one still writes."""
+    out, gate = tmp_path / "out", Gate("rank1-00001.safetensors written")
+
+    def killed(world):
+        with CheckpointWriter(out, world, fault=gate if world.rank else ckpt.no_fault) as writer:
+            mine = [replace(piece, tensor=torch.zeros_like(piece.tensor)) for piece in pieces(1, world.rank)]
+            if world.rank == 0:
+                writer._write_pieces = lambda *_: gate.reached.wait(10) and 1 / 0
+            writer.save(1, mine, {})
+
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(run_threads, tmp_path / "killed", 2, killed)
+        assert gate.reached.wait(10)
+        files.clear_temporary(out)
+
+        def straggle(point):
+            if point == "all ranks done":
+                gate.opened.set()
+                assert isinstance(first.result(10)[1], CheckpointError)  # its folder is gone
+
+        run_threads(
+            tmp_path / "next", 2, lambda world: save(world, out, 1, fault=ckpt.no_fault if world.rank else straggle)
+        )
+    assert_is(open_newest(out), 1)
+
+
+# ---- asynchronous ----
 
 
 def test_an_asynchronous_save_is_of_the_moment_it_was_called(tmp_path):
@@ -401,17 +430,100 @@ def test_an_error_of_the_training_lets_the_save_finish(tmp_path):
     assert open_newest(tmp_path).step == 1
 
 
-def test_ctrl_c_does_not_wait(tmp_path):
-    gate = Gate()
+def test_an_error_of_one_of_many_ranks_does_not_wait_for_the_save(tmp_path):
+    """What this rank waits for may never come: another one is perhaps stuck because of the error."""
+    gate, left, tasks = Gate(), threading.Event(), []
+
+    def run(world):
+        slow = gate if world.rank == 1 else ckpt.no_fault
+        try:
+            with CheckpointWriter(tmp_path / "out", world, fault=slow, asynchronous=True) as writer:
+                writer.save(1, pieces(1, world.rank), {})
+                tasks.append(writer._task)
+                assert gate.reached.wait(10)
+                if world.rank == 0:
+                    raise ZeroDivisionError
+                assert left.wait(5)
+                gate.opened.set()
+                tasks[0].join()
+        finally:
+            left.set()
+
+    first, second = run_threads(tmp_path / "job", 2, run)
+    assert isinstance(first, ZeroDivisionError)
+    assert isinstance(second, OtherRankFailed)
+    assert list_checkpoints(tmp_path / "out") == []
+
+
+def interrupt(folder, point, step):
+    """Begin a save, be interrupted at a point of it; returns the gate and the thread that is still there."""
+    gate = Gate(point)
     with (
         suppress(KeyboardInterrupt),
-        CheckpointWriter(tmp_path, World.single(), fault=gate, asynchronous=True) as writer,
+        CheckpointWriter(folder, World.single(), keep=1, fault=gate, asynchronous=True) as writer,
     ):
-        writer.save(1, [Piece.whole("weight/a", torch.ones(2))], {})
+        writer.save(step, [Piece.whole("weight/a", torch.ones(2))], {})
+        task = writer._task
+        assert gate.reached.wait(10)
         raise KeyboardInterrupt
-    assert open_newest(tmp_path) is None
+    return gate, task
+
+
+POINTS = ["rank0-00001.safetensors written", "state written", "index written", "folder synced", "renamed"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_ctrl_c_does_not_wait_and_nothing_is_published_or_removed_later(tmp_path, point):
+    run_threads(tmp_path / "job", 1, lambda world: CheckpointWriter(tmp_path / "out", world).save(1, [], {}))
+    gate, task = interrupt(tmp_path / "out", point, 2)
+    before = list_checkpoints(tmp_path / "out")
+    assert task.is_alive()
     gate.opened.set()
-    writer.finish()
+    task.join(10)
+    assert [path.name for path in list_checkpoints(tmp_path / "out")] == [path.name for path in before]
+    assert len(before) == (2 if point == "renamed" else 1)
+    assert len(list((tmp_path / "out").iterdir())) == len(before)  # nothing half-written stays either
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_thread_of_an_interrupted_run_leaves_the_next_one_alone(tmp_path, point):
+    """In a notebook: the next run writes the same step when the disk lets the thread go on."""
+    gate, task = interrupt(tmp_path, point, 2)
+    files.clear_temporary(tmp_path)
+
+    def go_on(at):
+        if at == "rank0-00001.safetensors written":
+            before = sorted(tmp_path.rglob("*"))
+            gate.opened.set()
+            task.join(10)
+            assert sorted(tmp_path.rglob("*")) == before
+
+    with CheckpointWriter(tmp_path, World.single(), fault=go_on) as writer:
+        writer.save(2, (Piece.whole(name, tensor) for name, tensor in tensors(2).items()), {"loader": {"row": 2}})
+    assert open_newest(tmp_path).state["loader"] == {"row": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+def test_an_interrupt_of_the_wait_at_the_end_gives_up_too(tmp_path, monkeypatch):
+    gate = Gate()
+
+    def interrupted(task):
+        raise KeyboardInterrupt
+
+    for kind in (None, ZeroDivisionError):
+        with (
+            monkeypatch.context() as patch,
+            suppress(KeyboardInterrupt, ZeroDivisionError),
+            CheckpointWriter(tmp_path, World.single(), fault=gate, asynchronous=True) as writer,
+        ):
+            writer.save(1, [Piece.whole("weight/a", torch.ones(2))], {})
+            task = writer._task
+            patch.setattr(type(task), "join", interrupted)
+            if kind:
+                raise kind
+        gate.opened.set()
+        threading.Thread.join(task, 10)
+        assert list_checkpoints(tmp_path) == []
 
 
 # ---- memory ----

@@ -1,5 +1,6 @@
 """Checkpoints: whole or absent, checked before anything is read."""
 
+import errno
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from gapless.checkpoint_file import open_written
 from gapless.parallel.world import World
 from gapless.training import checkpoint as ckpt
 from gapless.training import files
@@ -171,6 +173,17 @@ def test_damage_is_refused_with_file_and_remedy(tmp_path, damage):
     assert message.endswith(f"delete {tmp_path / 'step-000002'} to go on from step-000001")
 
 
+@pytest.mark.parametrize("damage", [damage_cut, damage_index, damage_index_keys, damage_missing, damage_version])
+def test_what_was_just_written_is_not_read_to_open_it(tmp_path, monkeypatch, damage):
+    path = save(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        patch.delattr("zlib.crc32")
+        assert_is(open_written(path), 2)
+    words = damage(path)
+    with pytest.raises(CheckpointError, match=words):
+        open_written(path)
+
+
 def test_names_and_shapes_must_be_those_of_the_run(tmp_path):
     checkpoint = ckpt.open_checkpoint(save(tmp_path, 1))
     shapes = checkpoint.shapes()
@@ -198,6 +211,35 @@ def test_a_failed_write_gives_one_line_and_keeps_the_last_checkpoint(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot write"):
         save(tmp_path / "file", 1)
+
+
+def test_a_disk_that_loses_its_connection_gives_one_line(tmp_path):
+    def lose(point):
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    with pytest.raises(CheckpointError, match=r"cannot write .*step-000001: Connection reset by peer; make room"):
+        save(tmp_path, 1, fault=lose)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY, errno.EACCES])
+def test_what_another_process_is_writing_is_cleared_as_far_as_it_goes(tmp_path, monkeypatch, number):
+    for name in ("one", "two"):
+        files.temporary(tmp_path / name).mkdir()
+    remove = files.shutil.rmtree
+
+    def busy(path):
+        if path.name == ".tmp-one":
+            raise OSError(number, os.strerror(number))
+        remove(path)
+
+    monkeypatch.setattr(files.shutil, "rmtree", busy)
+    if number == errno.EACCES:
+        with pytest.raises(PermissionError):
+            files.clear_temporary(tmp_path)
+    else:
+        files.clear_temporary(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [".tmp-one"]
 
 
 def test_publish_replaces_a_folder(tmp_path):
@@ -236,8 +278,8 @@ def test_removal_and_replacement_begin_with_a_rename(tmp_path, monkeypatch):
     def killed(path):
         raise InterruptedError
 
-    monkeypatch.setattr(files.shutil, "rmtree", killed)
     save(tmp_path, 1)
+    monkeypatch.setattr(files.shutil, "rmtree", killed)
     with pytest.raises(InterruptedError):
         files.remove_folder(tmp_path / "step-000001")
     assert list_checkpoints(tmp_path) == []

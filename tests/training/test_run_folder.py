@@ -1,5 +1,6 @@
 """The run folder: going on, what is refused, and what a failure leaves."""
 
+import errno
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ from runs import assert_same_outcome, make_config, outcome, write_inputs
 from safetensors.torch import load_file, save_file
 
 from gapless.data.tokenizer import Tokenizer
+from gapless.parallel.watch import OtherRankFailed
 from gapless.training import setup
 from gapless.training.callbacks import Callback
 from gapless.training.checkpoint import CheckpointError
@@ -161,6 +163,31 @@ def test_bad_rows_leave_no_new_folder_behind(inputs, tmp_path):
             train(make_config(inputs, tmp_path / folder, train=(str(rows),), cache_dir=None))
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "old" / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize("error", [OtherRankFailed(1, "it found a bad row"), ValueError("a bad row")])
+def test_a_refusal_by_any_rank_leaves_no_new_folder_behind(inputs, tmp_path, error):
+    def refuse(output, file):
+        with open_run_folder(make_config(inputs, output)) as folder:
+            (folder / file).touch()
+            raise error
+
+    for file in ("rows", "config.toml"):
+        with pytest.raises(type(error)) as raised:
+            refuse(tmp_path / file / "run", file)
+        assert raised.value is error
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+def test_a_new_folder_that_cannot_be_removed_does_not_hide_the_refusal(inputs, tmp_path, monkeypatch):
+    """On NFS a file that is removed while it is open stays under another name."""
+
+    def busy(path, **_):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    with pytest.raises(ValueError, match="a bad row"), open_run_folder(make_config(inputs, tmp_path / "run")):
+        raise ValueError("a bad row")
 
 
 def test_a_folder_in_use_is_refused(inputs, tmp_path):

@@ -3,23 +3,24 @@
 Everything is written into a temporary folder, synced, and renamed: a kill at any instant leaves the previous checkpoint
 loadable. `gapless.checkpoint_file` has the format, and reads it.
 
-    rank 0          makes the temporary folder
+    rank 0          makes the temporary folder, and tells its name, which no other save has
     every rank      writes its pieces into files of its own, then rank 1, 2, ... their part of the index: rank1.json
     rank 0          merges the parts, adds state.json and index.json, renames the folder, removes the oldest checkpoints
 
 Ranks wait for each other on the store, without a collective: a slow disk runs into no time-out, and a thread can do it
-while the training goes on.
+while the training goes on. A run that ends before its thread cancels it: the checkpoint is then absent.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -76,7 +77,9 @@ class Piece:
 class CheckpointWriter:
     """Writes the checkpoints of a run; every rank has one, and calls it at the same steps.
 
-    As a context manager it waits at the end for what is being written.
+    As a context manager it waits at the end for what is being written. After an error only one process alone does: of
+    several, the others may hang because of the error, and must hear of it first. After an interrupt (a second Ctrl-C)
+    none does. What is not waited for is given up.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class CheckpointWriter:
         self._folder, self._world, self._keep = folder, world, keep
         self._fault, self._asynchronous = fault, asynchronous
         self._task: _Task | None = None
+        self._cancelled = threading.Event()
         self._saves = 0
 
     def save(self, step: int, pieces: Iterable[Piece], state: Mapping[str, object]) -> Path:
@@ -154,41 +158,51 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None:
-            self.finish()
-        elif self._task is not None and issubclass(kind, Exception):
-            self._task.join()  # a second Ctrl-C would not wait
+        try:
+            if kind is None:
+                self.finish()
+            elif self._task is not None and self._world.size == 1 and issubclass(kind, Exception):
+                self._task.join()
+        finally:
+            # Soon the folder is another run's: from here on a thread that is still there only has files of its own.
+            self._cancelled.set()
+            self._task = None
 
     # ---- one save, in the thread if asynchronous ----
 
     def _write(self, path: Path, pieces: Iterable[Piece], state: bytes) -> None:
         try:
             if self._world.rank == 0:
-                self._begin(path)
-                self._publish(path, self._write_pieces(path, pieces), state)
+                self._write_first(path, pieces, state)
             else:
-                self._world.wait([self._key("begun")])
-                self._write_part(path, pieces)
+                (name,) = self._world.wait([self._key("begun")])
+                self._write_part(self._folder / name, pieces)
                 self._world.wait([self._key("published")])
-        except ConnectionError:
-            raise  # the store's: the job ends, the disk is well
         except OSError as error:
             raise self._failure(path, error) from error
 
-    def _begin(self, path: Path) -> None:
-        files.clear_temporary(self._folder)
-        files.temporary(path).mkdir(parents=True)
-        self._world.mark(self._key("begun"))
+    def _write_first(self, path: Path, pieces: Iterable[Piece], state: bytes) -> None:
+        """What rank 0 does."""
+        # Ranks of a job that was killed, and a thread of a run that was interrupted, may still write for a while.
+        folder = files.temporary(path, secrets.token_hex(4))
+        try:
+            folder.mkdir(parents=True)
+            self._world.mark(self._key("begun"), folder.name)
+            self._publish(path, folder, self._write_pieces(folder, pieces), state)
+        finally:
+            if self._world.size == 1:  # elsewhere others may be writing; the next start clears it
+                shutil.rmtree(folder, ignore_errors=True)
 
-    def _write_pieces(self, path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
+    def _write_pieces(self, folder: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
         """Write files of about MAX_FILE_BYTES; only one file's worth is in memory. Returns this rank's index."""
-        folder, rank = files.temporary(path), self._world.rank
+        rank = self._world.rank
         index: dict[str, Any] = {"format_version": FORMAT_VERSION, "tensors": {}, "files": {}}
         pending: dict[str, Tensor] = {}
         pending_bytes = 0
 
         def flush() -> None:
             nonlocal pending_bytes
+            self._check_wanted()
             name = f"rank{rank}-{len(index['files']) + 1:05d}.safetensors"
             index["files"][name] = _write_file(folder / name, _safetensors(pending))
             for key, tensor in pending.items():
@@ -211,21 +225,21 @@ class CheckpointWriter:
             flush()
         return index
 
-    def _write_part(self, path: Path, pieces: Iterable[Piece]) -> None:
-        folder, rank = files.temporary(path), self._world.rank
+    def _write_part(self, folder: Path, pieces: Iterable[Piece]) -> None:
+        """What every other rank does."""
+        rank = self._world.rank
         if not folder.is_dir():
             raise CheckpointError(
                 f"rank {rank} does not see {folder}, which rank 0 has made; training.output_dir must be on a file "
                 "system that all nodes share"
             )
-        _write_file(_part_file(folder, rank), [_json_bytes(self._write_pieces(path, pieces))])
+        _write_file(_part_file(folder, rank), [_json_bytes(self._write_pieces(folder, pieces))])
         files.sync(folder)
         self._fault("rank index written")
         self._world.mark(self._key("written", rank))
         self._fault("rank done")
 
-    def _publish(self, path: Path, index: dict[str, Any], state: bytes) -> None:
-        folder = files.temporary(path)
+    def _publish(self, path: Path, folder: Path, index: dict[str, Any], state: bytes) -> None:
         index = self._merge(folder, index)
         self._forget(self._saves - 1)
         index["files"]["state.json"] = _write_file(folder / "state.json", [state])
@@ -234,10 +248,12 @@ class CheckpointWriter:
         self._fault("index written")
         files.sync(folder)
         self._fault("folder synced")
-        files.publish(path)
+        self._check_wanted()
+        files.publish(path, folder)
         self._fault("renamed")
         with files.writing(self._folder):
             for old in list_checkpoints(self._folder)[: -self._keep if self._keep else 0]:
+                self._check_wanted()
                 files.remove_folder(old)
                 self._fault("pruned one")
         self._world.mark(self._key("published"))
@@ -262,6 +278,10 @@ class CheckpointWriter:
             _check_filled(name, entry)
         return index
 
+    def _check_wanted(self) -> None:
+        if self._cancelled.is_set():
+            raise _CancelledError
+
     def _key(self, what: str, rank: int = 0) -> str:
         return f"checkpoint {self._saves}/{what}/{rank}"
 
@@ -271,9 +291,6 @@ class CheckpointWriter:
         self._world.forget([f"checkpoint {save}/{key}" for key in keys])
 
     def _failure(self, path: Path, error: OSError) -> CheckpointError:
-        if self._world.size == 1:  # elsewhere others may be writing; the next start clears it
-            with suppress(OSError):
-                files.clear_temporary(self._folder)
         kept = [old.name for old in list_checkpoints(self._folder)]
         return CheckpointError(
             f"cannot write {path}: {error.strerror or error}; make room and run the same command again"
@@ -330,6 +347,10 @@ def check_names(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]],
 # ---- the thread ----
 
 
+class _CancelledError(Exception):
+    """Ends a thread whose checkpoint is not wanted any more."""
+
+
 class _Task(threading.Thread):
     """A function that runs in a thread; a process that ends does not wait for it."""
 
@@ -343,7 +364,7 @@ class _Task(threading.Thread):
         try:
             self._function()
             self._done = True
-        except (ValueError, OSError, RuntimeError, OtherRankFailed) as error:
+        except (ValueError, OSError, RuntimeError, OtherRankFailed, _CancelledError) as error:
             self._error = error
 
     def result(self) -> None:

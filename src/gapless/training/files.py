@@ -5,6 +5,7 @@ Names that begin with `.tmp-` are work in progress. A killed process leaves them
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Generator
@@ -33,9 +34,9 @@ def sync_tree(folder: Path) -> None:
         sync(Path(parent))
 
 
-def temporary(path: Path) -> Path:
-    """Where to write what will become `path`: a free name in the same folder."""
-    return path.with_name(f"{TEMPORARY}{path.name}")
+def temporary(path: Path, mark: str = "") -> Path:
+    """Where to write what will become `path`: a free name in the same folder, one of its own for each `mark`."""
+    return path.with_name(f"{TEMPORARY}{path.name}" + (f"-{mark}" if mark else ""))
 
 
 def clear_temporary(folder: Path) -> None:
@@ -45,11 +46,16 @@ def clear_temporary(folder: Path) -> None:
         if not place.exists():
             path.rename(place)
     for path in folder.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        except OSError as error:
+            # A process that is about to end still writes or removes there: what stays is cleared the next time.
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+                raise
 
 
-def publish(path: Path) -> None:
-    """Put the synced folder or file `temporary(path)` in the place of `path`.
+def publish(path: Path, written: Path | None = None) -> None:
+    """Put a synced folder or file, `temporary(path)` by default, in the place of `path`.
 
     A folder that is in the way is moved aside first and removed last. If the process is killed in between,
     `clear_temporary` moves it back.
@@ -57,7 +63,7 @@ def publish(path: Path) -> None:
     aside = path.with_name(f"{_ASIDE}{path.name}")
     if path.is_dir():
         path.rename(aside)
-    temporary(path).rename(path)
+    (written or temporary(path)).rename(path)
     sync(path.parent)
     if aside.is_dir():
         shutil.rmtree(aside)

@@ -2,6 +2,8 @@
 
     config.toml     the resolved run file
     metrics.jsonl   what was measured (also tensorboard/, loss.svg, samples.md)
+    tokens/         the tokenised rows, reused by a resumed run
+    logs/           of a job of many ranks: what each of them did
     checkpoints/    step-000100, ...
     adapter/        the result of LoRA, as PEFT's files
     model/          the result of full fine-tuning, as a Hugging Face folder
@@ -23,6 +25,7 @@ from typing import Any
 
 from gapless.config import RunConfig
 from gapless.config_file import dump_config
+from gapless.parallel.watch import OtherRankFailed
 from gapless.parallel.world import World
 from gapless.training import files
 from gapless.training.checkpoint import Checkpoint, open_newest
@@ -72,7 +75,7 @@ _SAMPLE_BYTES = 4096
 def open_run_folder(config: RunConfig) -> Generator[Path]:
     """The run folder, made if missing, free of half-written files, and locked while entered.
 
-    A folder made here goes again if the run is refused before its run file was written.
+    A folder made here goes again if the run is refused, by whichever rank, before its run file was written.
 
     Raises:
         ValueError: it cannot be written, another process trains in it, or it has checkpoints and resume is "never".
@@ -94,9 +97,9 @@ def open_run_folder(config: RunConfig) -> Generator[Path]:
             files.clear_temporary(folder / "checkpoints")
         try:
             yield folder
-        except (ValueError, OSError):
+        except (ValueError, OSError, OtherRankFailed):
             if made is not None and not (folder / RUN_FILE).exists():
-                shutil.rmtree(made)
+                shutil.rmtree(made, ignore_errors=True)  # the refusal matters more; a file may be open on NFS
             raise
 
 
