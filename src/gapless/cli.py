@@ -1,8 +1,9 @@
 """The command line: `gapless train | generate | export`.
 
 Parses, validates and prints help before torch is imported. What a user can put right is one line on stderr and exit
-code 2. A run that a signal stopped exits with 130 (Ctrl-C) or 143 (SIGTERM). Anything else keeps its traceback. In a
-job of many processes the one that failed says why (see `gapless.parallel.watch`), the others exit with code 1.
+code 2. A run that a signal stopped exits with 129 (closed terminal), 130 (Ctrl-C) or 143 (SIGTERM). Anything else keeps
+its traceback. In a job of many processes the one that failed says why (see `gapless.parallel.watch`); the others exit
+with its code where they found the same mistake, else with 1.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import time
+import uuid
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from gapless.parallel.log import RankLog
 from gapless.parallel.processes import Process
 from gapless.parallel.store import JsonStore
 from gapless.parallel.watch import Watch
-from gapless.parallel.world import World, await_keys, share
+from gapless.parallel.world import Guard, World, await_keys, share
 
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _HINTS = {
@@ -34,6 +36,10 @@ _HINTS = {
     "MASTER_ADDR": "the host name or address of the machine of rank 0",
     "MASTER_PORT": "a free port on the machine of rank 0, the same for all ranks",
 }
+_PAUSE = 0.02
+"""Seconds between two looks for the turn to begin."""
+_left: weakref.ref[dist.ProcessGroup] | None = None
+"""The process group of a job that failed in this process, which only its script can have survived."""
 
 
 @dataclass(frozen=True)
@@ -92,28 +98,33 @@ def launched(config: ParallelConfig, device_type: str) -> Generator[World]:
     """The job that this process is a part of.
 
     A process group that a script has made is used, and left as it is. At the end all ranks wait for each other. After a
-    failure they end together (see `gapless.parallel.watch`): the rank that failed with its error, all others with
-    `OtherRankFailed`.
+    failure they end together (see `gapless.parallel.watch`): the rank that failed, and those that failed alike, with
+    their error, all others with `OtherRankFailed`.
 
     Args:
         config: `timeout` is read.
         device_type: cpu or cuda; with cuda this process has the GPU of its local rank, which becomes the current one.
 
     Raises:
-        ValueError: the launcher's variables are incomplete, ranks do not find each other, or there are too few GPUs.
+        ValueError: the launcher's variables are incomplete, ranks do not find each other, there are too few GPUs, or a
+            job failed in this process before.
     """
     made = dist.is_initialized()
+    if made and _left is not None and dist.group.WORLD is _left():
+        raise ValueError(
+            "training has failed in this process before; start all processes again, or call "
+            "torch.distributed.destroy_process_group() on all ranks first (it may hang where a GPU is stuck)"
+        )
     place = _place_in_group() if made else read_environment(os.environ)
     if place is None:
         yield World.single()
         return
     # torch has no public name for the store of a group that others made.
     store = dist.distributed_c10d._get_default_store() if made else _meet(place, config.timeout)
-    # A process may train several times with one store, and torchrun may start all processes again.
-    attempt = f"gapless/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    turn = f"{attempt}/{dist.PrefixStore(f'{attempt}/turns', store).add(str(place.rank), 1)}"
+    deadline = _Deadline(config.timeout)
+    turn = f"gapless/{_take_turn(JsonStore(dist.PrefixStore('gapless/turns', store)), place, deadline)}"
     shared = JsonStore(dist.PrefixStore(f"{turn}/world", store))
-    processes = _processes(shared, place, config.timeout)
+    processes = _processes(shared, place, deadline)
     local_rank = _index_on_node(processes, place.rank) if place.local_rank is None else place.local_rank
     log = RankLog()
     with closing(log), Watch(shared, place.rank, processes, timeout=config.timeout, log=log) as watch:
@@ -149,9 +160,37 @@ def _meet(place: Place, timeout: float) -> dist.Store:
     return store
 
 
-def _processes(store: JsonStore, place: Place, timeout: float) -> list[Process]:
+def _take_turn(store: JsonStore, place: Place, deadline: Guard) -> int:
+    """A number for this job's keys in the store, the same on all ranks and used by no job before it.
+
+    The store outlives jobs. A process may train several times, and torchrun may start all processes again: under other
+    ranks, and each node counts its restarts by itself. So ranks have nothing to count by. Instead rank 0 opens a turn,
+    each rank says a word that was never used, and those whose words rank 0 has read go on. A word that it has not read
+    came after a job that is over, or before one that never began: its rank says it again in the next turn.
+    """
+    word = uuid.uuid4().hex
+    if place.rank == 0:
+        turn = store.add("newest", 1)
+        keys = [f"{turn}/word/{rank}" for rank in range(place.size)]
+        store.set(keys[0], word)
+        await_keys(store, keys, deadline)
+        store.set(f"{turn}/words", store.get(keys))
+        return turn
+    turn = 0
+    while True:
+        newest = store.add("newest", 0)
+        if newest != turn:
+            turn = newest
+            store.set(f"{turn}/word/{place.rank}", word)
+        if store.has([f"{turn}/words"]) and word in store.get([f"{turn}/words"])[0]:
+            return turn
+        deadline.check()
+        time.sleep(_PAUSE)
+
+
+def _processes(store: JsonStore, place: Place, deadline: Guard) -> list[Process]:
     """The processes of all ranks."""
-    values = share(store, "processes", place.rank, place.size, vars(Process.here()), _Deadline(timeout))
+    values = share(store, "processes", place.rank, place.size, vars(Process.here()), deadline)
     return [Process(**value) for value in values]
 
 
@@ -178,24 +217,43 @@ def _process_group(
     place: Place, store: dist.Store, device: torch.device | None, processes: Sequence[Process], timeout: float
 ) -> Generator[None]:
     """The default process group. After an error it is left to the end of the process: to destroy it might hang."""
-    on_one_node = len({process.node for process in processes}) == 1
-    if on_one_node and "lo" in (name for _, name in socket.if_nameindex()):
-        # gloo looks its own host name up, which may have no address, or one that nobody reaches.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo" if device is None else "cpu:gloo,cuda:nccl",
-        store=store,
-        rank=place.rank,
-        world_size=place.size,
-        timeout=timedelta(seconds=timeout),
-        device_id=device,
-    )
-    yield
+    global _left
+    alone = len({process.node for process in processes}) == 1
+    with _gloo_on_loopback() if alone else nullcontext():
+        dist.init_process_group(
+            "gloo" if device is None else "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=timeout),
+            device_id=device,
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        _left = weakref.ref(group)
+        yield
     dist.destroy_process_group()
 
 
+@contextmanager
+def _gloo_on_loopback() -> Generator[None]:
+    """Groups that are made meanwhile talk over the loopback interface, if there is one and no other was asked for.
+
+    By itself gloo looks its own host name up, which may have no address, or one that nobody reaches.
+    """
+    name, interfaces = "GLOO_SOCKET_IFNAME", [interface for _, interface in socket.if_nameindex()]
+    if name in os.environ or "lo" not in interfaces:
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
 class _Deadline:
-    """Waits for ranks that are not known yet."""
+    """Bounds the wait for ranks that are not known yet."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout, self._end = timeout, time.monotonic() + timeout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,17 +25,19 @@ class Process:
 
     @classmethod
     def here(cls) -> Process:
-        """This process."""
-        boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-        node = " ".join(
-            [
-                socket.gethostname(),
-                boot.read_text().strip() if boot.exists() else "",
-                os.readlink(space) if space.is_symlink() else "",
-            ]
-        )
-        state = _state(os.getpid())
-        return cls(node, os.getpid(), state[1] if state else "")
+        """This process.
+
+        What a sandbox or a system without /proc does not tell is left out. Where that is `started`, as on macOS, nobody
+        sees the process end: it is missed only by its signs of life.
+        """
+        node, state = [socket.gethostname()], None
+        with suppress(OSError):
+            node.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        with suppress(OSError):
+            node.append(os.readlink("/proc/self/ns/pid"))
+        with suppress(PermissionError):
+            state = _state(os.getpid())
+        return cls(" ".join(node), os.getpid(), state[1] if state else "")
 
     def is_gone(self) -> bool:
         """Whether the process, of this node, has ended; False where that cannot be told."""

@@ -1,9 +1,9 @@
 """Failures: the rank that fails says why, all others end without a traceback of their own.
 
-The first failure is put on record in the store; whoever comes later is a consequence, or fails alike. A rank that was
-killed says nothing: the ranks on its machine miss its process within a second, those on others miss its heartbeat.
-A thread in every rank looks for all this, and ends a process that does not end by itself, since it is stuck in a
-collective for instance.
+The first failure is put on record in the store; whoever comes later is a consequence, or fails alike (a mistake that
+all ranks find) and keeps its error. A rank that was killed says nothing: the ranks on its machine miss its process
+within a second, those on others miss its heartbeat. A thread in every rank looks for all this, and ends a process that
+does not end by itself, since it is stuck in a collective for instance.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ READING = 3.0
 """Seconds that the rank with the failure stays for the others to read why."""
 LOST = "lost"
 """Kind of the failure of a process that ended without a word."""
-NOTE = "all other ranks stop because of this"
+NOTE = "all ranks stop because of this"
 """Added to an error that was told on stderr."""
+_BRIEF = (KeyboardInterrupt, SystemExit, BrokenPipeError)
+"""Errors that need no traceback on stderr: who stopped it knows, or the reader of stdout has left."""
 
 _RECORD, _TOLD, _READERS, _LEAVING = "failure", "failure/told", "failure/readers", "failure/leaving"
 
@@ -57,9 +59,9 @@ class OtherRankFailed(SystemExit):  # noqa: N818 - a request to exit, not an err
         message: what failed there, in one line.
     """
 
-    def __init__(self, rank: int, message: str, code: int = 1) -> None:
-        """`code` is the exit code."""
-        super().__init__(code)
+    def __init__(self, rank: int, message: str) -> None:
+        """Because of a rank."""
+        super().__init__(1)
         self.rank, self.message = rank, message
 
     def __str__(self) -> str:
@@ -85,13 +87,13 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """The failure that an error of this rank is."""
-        kind, told = type(error).__name__, user_message(error)
+        kind, told, code = type(error).__name__, user_message(error), exit_code(error)
         if isinstance(error, KeyboardInterrupt):
-            return cls(rank, kind, "it was interrupted", 130)
+            return cls(rank, kind, "interrupted", code)
         if isinstance(error, SystemExit):
-            return cls(rank, kind, f"it called exit({error.code!r})")
+            return cls(rank, kind, f"exit({error.code!r}) was called", code)
         line = (told or str(error)).strip().partition("\n")[0]
-        return cls(rank, kind, line or kind, 2) if told else cls(rank, kind, f"{kind}: {line}" if line else kind)
+        return cls(rank, kind, line or kind if told else f"{kind}: {line}" if line else kind, code)
 
     def is_alike(self, other: Failure) -> bool:
         """Whether two ranks failed in the same way."""
@@ -184,7 +186,10 @@ class Watch:
 
     def _tell(self, error: BaseException) -> OtherRankFailed | None:
         """Report an error of this rank, or find whose failure it follows from; returns what to raise in its place."""
-        own = self._own = Failure.of(self._rank, error)
+        own = Failure.of(self._rank, error)
+        if not isinstance(error, OtherRankFailed):
+            self._log_line(_text(error))  # first: the store may not answer
+        self._own = own
         if _may_follow(error):
             self._wait_for(self._look, PATIENCE)
         if self.failure is None:
@@ -192,18 +197,16 @@ class Watch:
         assert self.failure is not None
         if self.failure == own:
             self._report(error)
+        else:
+            self._follow()
+        if self.failure.is_alike(own):
+            error.add_note(NOTE)
             return None
-        self._follow()
-        if isinstance(error, (KeyboardInterrupt, SystemExit)) and not isinstance(error, OtherRankFailed):
-            return None
-        return OtherRankFailed(self.failure.rank, self.failure.message, own.code if self.failure.is_alike(own) else 1)
+        return OtherRankFailed(self.failure.rank, self.failure.message)
 
     def _report(self, error: BaseException) -> None:
         """Tell this rank's error, and stay until the others know of it."""
-        if not isinstance(error, (KeyboardInterrupt, SystemExit)):
-            text = user_message(error)
-            self._print(f"error: {text}" if text else "".join(traceback.format_exception(error)).rstrip())
-            error.add_note(NOTE)
+        self._print(Failure.of(self._rank, error).message if isinstance(error, _BRIEF) else _text(error))
         with suppress(StoreGoneError):
             self._store.set(_TOLD, True)
             self._wait_for(self._all_know, READING)
@@ -227,7 +230,6 @@ class Watch:
         with suppress(OSError):  # the reader left
             sys.stderr.write("".join(f"rank {self._rank}: {line}\n" for line in text.splitlines()))
             sys.stderr.flush()
-        self._log_line(text)
 
     def _log_line(self, text: str) -> None:
         with suppress(ValueError):  # the disk is full
@@ -252,6 +254,8 @@ class Watch:
 
     def _end(self) -> None:
         """End this process at once."""
+        if self.failure is None and self._own is not None:  # the store has not answered
+            self._print(self._own.message)
         self._log_line(f"this process did not end within {GRACE:g} s of that, and was ended")
         os._exit(1)
 
@@ -285,25 +289,25 @@ class Watch:
             first = Failure(**self._store.set_first(_RECORD, asdict(failure)))
         except StoreGoneError:
             first = failure
-        # What happens to all ranks alike is told once.
-        self._learn(first, say=not first.is_alike(failure) or first.kind == LOST)
+        self._learn(first)
 
-    def _learn(self, failure: Failure, *, say: bool = True) -> None:
-        """Take note of a failure, and say so unless it is this rank's."""
+    def _learn(self, failure: Failure) -> None:
+        """Take note of a failure, and say so unless it is this rank's, or alike: what all ranks find is told once."""
         with self._lock:
             if self.failure is not None:
                 return
             self.failure = failure
-            if failure.rank == self._rank:
+            if failure == self._own:
                 return
             with suppress(StoreGoneError):
                 if failure.kind != LOST:
                     self._wait_for(lambda: self._store.has([_TOLD]), PATIENCE)
-            if say and failure.code == 2:  # its rank may not be the only one to find it
+            if failure.code == 2:  # its rank may not be the only one to find it
                 self._wait_for(lambda: self._own is not None, ALIKE)
-                say = self._own is None or not failure.is_alike(self._own)
-            if say:
-                self._print(str(OtherRankFailed(failure.rank, failure.message)))
+            line = str(OtherRankFailed(failure.rank, failure.message))
+            if self._own is None or not failure.is_alike(self._own):
+                self._print(line)
+            self._log_line(line)
             with suppress(StoreGoneError):
                 self._store.add(_READERS, 1)
 
@@ -334,7 +338,22 @@ class _Heart:
 
 def _may_follow(error: BaseException) -> bool:
     """Whether an error may come of a failure elsewhere: a collective's or the store's is a RuntimeError."""
-    return isinstance(error, (RuntimeError, ConnectionError)) and not isinstance(error, torch.OutOfMemoryError)
+    return isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def _text(error: BaseException) -> str:
+    """All there is to say of an error."""
+    told = user_message(error)
+    return f"error: {told}" if told else "".join(traceback.format_exception(error)).rstrip()
+
+
+def exit_code(error: BaseException) -> int:
+    """With which a command ends because of an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 2 if user_message(error) else 1
 
 
 class CommandExit:
@@ -349,10 +368,8 @@ class CommandExit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        if isinstance(error, OtherRankFailed):
-            _exit(int(error.code or 0))
-        if error is not None and NOTE in getattr(error, "__notes__", ()):
-            _exit(2 if user_message(error) else 1)
+        if isinstance(error, OtherRankFailed) or (error is not None and NOTE in getattr(error, "__notes__", ())):
+            _exit(exit_code(error))
         return False
 
 

@@ -61,11 +61,12 @@ class World:
         self._leader = nodes.index(nodes[rank])
         self._calls: Counter[str] = Counter()
         self._read: list[str] = []
+        """Keys that this rank removes in the next call that all come to."""
 
     @classmethod
     def single(cls) -> World:
         """The world of one process: there is nobody to wait for, and torch.distributed is not initialised."""
-        return cls(0, 0, [Process.here()], JsonStore(dist.HashStore()))
+        return cls(0, 0, [Process(node="", number=0, started="")], JsonStore(dist.HashStore()))
 
     # ---- all ranks, in the same order ----
 
@@ -78,7 +79,7 @@ class World:
         """
         call = self._call(name)
         values = share(self._store, call, self.rank, self.size, value, self._guard)
-        # All have come to this call, so all have read what was shared in the one before.
+        # All have come to this call, so all have read what was there for the calls before.
         self._store.delete(self._read)
         self._read = [f"{call}/{self.rank}", *([f"{call}/count", f"{call}/all"] if self.rank == 0 else [])]
         return values
@@ -118,6 +119,7 @@ class World:
         key = f"{self._call(name)}/{leader}"
         if self.rank == leader:
             self._store.set(key, function())
+            self._read.append(key)
         return self._await([key])[0]
 
     # ---- any thread ----
