@@ -331,8 +331,10 @@ class Gate:
 
     def __init__(self, point=None):
         self.point, self.opened, self.reached = point, threading.Event(), threading.Event()
+        self.passed = []
 
     def __call__(self, point):
+        self.passed.append(point)
         if self.point in (None, point):
             self.reached.set()
             assert self.opened.wait(10)
@@ -462,7 +464,7 @@ def interrupt(folder, point, step):
         suppress(KeyboardInterrupt),
         CheckpointWriter(folder, World.single(), keep=1, fault=gate, asynchronous=True) as writer,
     ):
-        writer.save(step, [Piece.whole("weight/a", torch.ones(2))], {})
+        writer.save(step, [Piece("weight/a", torch.ones(2), (start,), (6,)) for start in (0, 2, 4)], {})
         task = writer._task
         assert gate.reached.wait(10)
         raise KeyboardInterrupt
@@ -476,13 +478,15 @@ POINTS = ["rank0-00001.safetensors written", "state written", "index written", "
 def test_ctrl_c_does_not_wait_and_nothing_is_published_or_removed_later(tmp_path, point):
     run_threads(tmp_path / "job", 1, lambda world: CheckpointWriter(tmp_path / "out", world).save(1, [], {}))
     gate, task = interrupt(tmp_path / "out", point, 2)
-    before = list_checkpoints(tmp_path / "out")
+    before, passed = list_checkpoints(tmp_path / "out"), [*gate.passed]
     assert task.is_alive()
     gate.opened.set()
     task.join(10)
     assert [path.name for path in list_checkpoints(tmp_path / "out")] == [path.name for path in before]
     assert len(before) == (2 if point == "renamed" else 1)
     assert len(list((tmp_path / "out").iterdir())) == len(before)  # nothing half-written stays either
+    if point == "rank0-00001.safetensors written":
+        assert gate.passed == passed  # no other of its three files was begun
 
 
 @pytest.mark.parametrize("point", POINTS)
