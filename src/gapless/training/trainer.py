@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from gapless.checkpoint_file import folder_name, open_written
 from gapless.config import RunConfig
 from gapless.config_file import check_config
 from gapless.data.loader import TrainStep
@@ -45,7 +46,6 @@ from gapless.training.checkpoint import (
     check_names,
     list_checkpoints,
     no_fault,
-    open_newest,
 )
 from gapless.training.display import Clock, make_display
 from gapless.training.logs import NoLog, RunLog, check_loggers
@@ -512,24 +512,17 @@ class Trainer:
             return self._train_result(None)
         result_dir = self._result
         if result_dir is None:
-            result_dir = self._write_result()
+            result_dir = Path(self._world.first("result", self._write_result))
             self._display.message(f"wrote {result_dir}")
         result = self._train_result(result_dir)
         for callback in self._callbacks:
             callback.on_train_end(self, result)
         return result
 
-    def _write_result(self) -> Path:
-        # All ranks read the files to check them, rank 0 alone makes the result of them.
-        checkpoint = open_newest(self._folder / "checkpoints", self._world)
-        assert checkpoint is not None
-        assert checkpoint.step == self.step
-
-        def write() -> str:
-            whole = setup.describe_model(self.config, self.tokenizer)
-            return str(write_result(checkpoint, whole, self.tokenizer, self.config, self._folder))
-
-        return Path(self._world.first("result", write))
+    def _write_result(self) -> str:
+        checkpoint = open_written(self._folder / "checkpoints" / folder_name(self.step))
+        whole = setup.describe_model(self.config, self.tokenizer)
+        return str(write_result(checkpoint, whole, self.tokenizer, self.config, self._folder))
 
     def _train_result(self, result_dir: Path | None) -> TrainResult:
         totals = self._totals
