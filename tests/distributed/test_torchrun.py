@@ -89,8 +89,9 @@ def kill_in_the_middle(folder: Path, rank: int) -> None:
     print(f"torchrun ended {time.monotonic() - begin:.1f} s after the kill")
     text = f"rank {1 - rank}: stopped because rank {rank} failed: "
     said = [line for line in (folder / "stderr").read_text().splitlines() if line.startswith("rank ")]
-    assert len(said) == 1
-    assert said[0].startswith(text)
+    # torchrun ends the other process too, perhaps before it has told.
+    assert len(said) <= 1
+    assert all(line.startswith(text) for line in said)
     assert 0 < newest(folder / "run") < STEPS
     assert not {"adapter", "model"} & {path.name for path in (folder / "run").iterdir()}
     assert_shown_once(folder, events=1)
