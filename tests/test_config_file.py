@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gapless.config import AdapterConfig, DataConfig, LoggingConfig, ModelConfig, OptimConfig, RunConfig, TrainingConfig
+from gapless.config import (
+    AdapterConfig,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from gapless.config_file import (
     ALIASES,
     DEFAULTS,
@@ -471,3 +480,13 @@ def test_awkward_characters_survive(tmp_path):
     )
     config = dataclasses.replace(minimal(tmp_path), logging=LoggingConfig(sample_prompts=prompts))
     assert load_config(write(tmp_path, dump_config(config))) == config
+
+
+def test_an_option_that_undoes_a_size_takes_what_is_said_about_it_along(tmp_path):
+    config = dataclasses.replace(minimal(tmp_path), parallel=ParallelConfig(dp_shard_size=2, zero_stage=2))
+    path = write(tmp_path, dump_config(config))
+    assert load_config(path).parallel.zero_stage == 2
+    config = load_config(path, ("--parallel.dp_shard_size", "1"))
+    assert (config.parallel.dp_shard_size, config.parallel.zero_stage) == (1, 3)
+    with pytest.raises(ValueError, match="zero_stage: has no effect"):
+        load_config(path, ("--parallel.dp_shard_size", "1", "--parallel.zero_stage", "2"))

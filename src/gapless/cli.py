@@ -119,6 +119,12 @@ def _train(args: list[str]) -> int:
         return train(config).exit_code
 
 
+def _refuse_launcher(verb: str) -> None:
+    from gapless.parallel.launch import refuse_others
+
+    refuse_others(f"gapless {verb}", remedy="start it without torchrun")
+
+
 def _check_model(folder: str) -> None:
     if not Path(folder).exists():
         raise FileNotFoundError(
@@ -195,6 +201,8 @@ def _generate(args: list[str]) -> int:
     if options.adapter is not None and not Path(options.adapter).exists():
         raise FileNotFoundError(f"{options.adapter}: no such folder")
     prompts = _prompts(options)
+
+    _refuse_launcher("generate")
 
     from gapless.data.chat import ChatSpans
     from gapless.inference.generate import generate
@@ -326,6 +334,7 @@ def _export(args: list[str]) -> int:
     options = parse_options(ExportOptions, args, prog="gapless export")
     if not Path(options.source).exists():
         raise FileNotFoundError(f"{options.source}: no such folder")
+    _refuse_launcher("export")
 
     from gapless.inference.export import export
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from gapless.arguments import parse_options
 from gapless.config import RunConfig
+from gapless.config_aliases import ALIASES
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 HINTS: dict[str, Any] = {
@@ -45,42 +46,6 @@ _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 _EPOCHS = "training.num_train_epochs"
 PATHS = ("model.path", "data.train", "data.eval", "data.chat_template", "data.cache_dir", "training.output_dir")
 
-ALIASES: dict[str, str] = {
-    "model_name_or_path": "model.path",
-    "base_model": "model.path",
-    "model_name": "model.path",
-    "torch_dtype": "model.dtype",
-    "bf16": "model.dtype",
-    "dataset": "data.train",
-    "train_file": "data.train",
-    "validation_file": "data.eval",
-    "eval_file": "data.eval",
-    "max_seq_length": "data.max_length",
-    "max_seq_len": "data.max_length",
-    "sequence_len": "data.max_length",
-    "cutoff_len": "data.max_length",
-    "sample_packing": "data.packing",
-    "lora_r": "adapter.r",
-    "lora_rank": "adapter.r",
-    "rank": "adapter.r",
-    "lora_target_modules": "adapter.target_modules",
-    "lora_target": "adapter.target_modules",
-    "lora_modules_to_save": "adapter.modules_to_save",
-    "lr": "optim.learning_rate",
-    "lr_scheduler": "optim.lr_scheduler_type",
-    "gradient_clipping": "optim.max_grad_norm",
-    "num_epochs": "training.num_train_epochs",
-    "epochs": "training.num_train_epochs",
-    "micro_batch_size": "training.per_device_train_batch_size",
-    "tensor_parallel_size": "parallel.tp_size",
-    "tensor_parallel_degree": "parallel.tp_size",
-    "pipeline_parallel_size": "parallel.pp_size",
-    "pipeline_parallel_degree": "parallel.pp_size",
-    "data_parallel_shard_degree": "parallel.dp_shard_size",
-    "data_parallel_replicate_degree": "parallel.dp_replicate_size",
-    "eval_batch_size": "training.per_device_eval_batch_size",
-}
-"""Names of other tools."""
 _SECTION_AS_KEY = {"model": "model.path", "data": "data.train", "adapter": "adapter.type"}
 _DTYPES = {True: "bf16", False: "fp32"}
 _ALIAS_VALUES: dict[str, Callable[[Any], Any]] = {
@@ -172,7 +137,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if overrides and not reading.problems:
         options = _spelled_as_options(overrides)
         config = _absolute(parse_options(RunConfig, options, prog="gapless train RUN.toml", default=config), Path())
-        given |= {_option_name(token) for token in options if token.startswith("--")}
+        chosen = {_option_name(token) for token in options if token.startswith("--")}
+        config, idle = _without_idle(config, chosen)
+        given = (given | chosen) - idle
     # A list written as empty is that of a script's run, whose rows were in memory; a run from this file is refused.
     rows = reading.values.get("data.train") == ()
     found = _problems(config, given, train_rows=rows and not config.data.train)
@@ -186,6 +153,30 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             file=sys.stderr,
         )
     return config
+
+
+_QUALIFIED = {
+    "parallel.dp_shard_size": ("zero_stage", "shard_frozen"),
+    "parallel.tp_size": ("sequence_parallel",),
+    "parallel.pp_size": ("pp_schedule",),
+}
+"""Sizes, and the keys of the same section that say more about them."""
+
+
+def _without_idle(config: RunConfig, chosen: set[str]) -> tuple[RunConfig, set[str]]:
+    """A file's configuration where an option has set a size to 1: what the file says about the size goes with it.
+
+    An option could not remove it. Returns the keys that went as well.
+    """
+    idle = {
+        f"parallel.{name}"
+        for size, names in _QUALIFIED.items()
+        if size in chosen and getattr(config.parallel, size.partition(".")[2]) == 1
+        for name in names
+        if f"parallel.{name}" not in chosen
+    }
+    defaults = {home.partition(".")[2]: DEFAULTS[home] for home in idle}
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **defaults)), idle
 
 
 def check_config(config: RunConfig, *, train_rows: bool = False, eval_rows: bool = False) -> RunConfig:
@@ -409,7 +400,7 @@ def _problems(
     values = dict(_items(config))
     for home, rows in (("data.train", train_rows), ("data.eval", eval_rows)):
         if rows and values[home]:
-            yield home, f"contradicts {home.partition('.')[2]}_rows; give one of them"
+            yield home, f"contradicts {home.partition('.')[2]}_rows; give one of them (in a script {home} = ())"
     for home, value in values.items():
         if DEFAULTS[home] is dataclasses.MISSING and not value and not (home == "data.train" and train_rows):
             yield home, f"is missing; {_REQUIRED[home]}"

@@ -226,6 +226,7 @@ def test_what_one_rank_does_for_all_may_take_longer_than_the_timeout(tmp_path):
 
 
 def alone(rank, folder):
+    launch._SILENT = 0.3
     with launched(ParallelConfig(timeout=1.0), "cpu"):
         pass
 
@@ -234,6 +235,18 @@ def test_ranks_that_do_not_come_are_missed(tmp_path):
     job = Job(2, alone, tmp_path, started=1)
     assert "ValueError: rank 0 of 2 did not meet the others at MASTER_ADDR:MASTER_PORT (127.0.0.1:" in job.errors
     assert "1/2 clients joined" in job.errors
+    assert "rank 0 waits at 127.0.0.1:" in job.errors
+
+
+def test_a_port_in_use_is_named(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(ValueError, match=f"the port of 127.0.0.1:{port} is in use; choose another MASTER_PORT"):
+            launch._meet(launch.Place(0, 2, 0), 1.0)
 
 
 SCRIPT = """

@@ -8,7 +8,11 @@ import pytest
 from layouts import layout_config
 from pool import run
 from runs import write_inputs
+from torch.nn import functional
 
+from gapless.cli import main
+from gapless.inference.export import export
+from gapless.inference.generate import generate
 from gapless.training.callbacks import Callback
 from gapless.training.trainer import Trainer
 
@@ -94,3 +98,62 @@ def test_callbacks_may_take_longer_than_a_collective(inputs, tmp_path):
         for later in (False, True)
     ]
     assert run(2, train_slowly, configs, collective=1.0) == [[True, True]] * 2
+
+
+def own_loss(logits, labels):
+    return functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def with_a_loss_on_one(rank, world, config):
+    try:
+        Trainer(config, loss_fn=own_loss if rank == 0 else None).train()
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_loss_of_one_rank_alone(inputs, tmp_path):
+    for message in run(2, with_a_loss_on_one, layout_config(inputs, "lora", output_dir=str(tmp_path / "run"))):
+        assert 'loss_fn: rank 0 has "one of a script\'s own", rank 1 has "cross-entropy"' in message
+
+
+class Ask(Callback):
+    def on_train_begin(self, trainer):
+        generate(trainer.model, trainer.tokenizer, [[5, 6]], max_new_tokens=2)
+
+
+def ask_a_piece(rank, world, configs):
+    messages = []
+    for config in configs:
+        try:
+            Trainer(config, callbacks=[Ask()]).train()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_piece_of_a_model_does_not_generate(inputs, tmp_path):
+    layouts = [{"tp_size": 2}, {"pp_size": 2, "gradient_accumulation_steps": 2}]
+    configs = [layout_config(inputs, "lora", output_dir=str(tmp_path / "run"), **layout) for layout in layouts]
+    for messages in run(2, ask_a_piece, configs):
+        assert len(messages) == 2
+        assert all("cut by parallel.tp_size or parallel.pp_size" in message for message in messages)
+
+
+@pytest.mark.parametrize(("rank", "code"), [("0", 0), ("1", 2)])
+def test_export_is_the_work_of_one_process(inputs, tmp_path, monkeypatch, capsys, rank, code):
+    """In a script the main rank's call is good; the command is refused on all."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name, value in zip(names, (rank, rank, "2", "127.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    if code:
+        with pytest.raises(ValueError, match="export is the work of one process, and this is rank 1 of 2; call it"):
+            export(inputs / "model", tmp_path / "out")
+    else:
+        export(inputs / "model", tmp_path / "out")
+    model = str(inputs / "model")
+    for arguments in (
+        ["export", model, "--to", "merged", "--out", str(tmp_path / "other")],
+        ["generate", model, "--prompt", "Hi"],
+    ):
+        assert main(arguments) == 2
+        assert f"this is rank {rank} of 2; start it without torchrun" in capsys.readouterr().err

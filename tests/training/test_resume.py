@@ -192,6 +192,16 @@ def test_nohup_stays_nohup():
         signal.signal(signal.SIGHUP, before)
 
 
+def test_of_many_ranks_a_second_ctrl_c_is_only_noted(capfd):
+    """Launchers pass on what the terminal has sent to all already."""
+    for rank in (0, 1):
+        with StopSignals(rank, ranks=2) as signals:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        assert signals.received == "SIGINT"
+        assert ("SIGINT: finishing this step, then saving\n" in capfd.readouterr().err) == (rank == 0)
+
+
 def test_a_second_ctrl_c_aborts(inputs, tmp_path):
     config = make_config(inputs, tmp_path)
     with pytest.raises(KeyboardInterrupt):

@@ -24,6 +24,7 @@ from gapless.inference.load import DTYPES, ModelSource, find_model, load_source
 from gapless.models.decoder import Decoder
 from gapless.models.families import decoder_config
 from gapless.models.weights import hf_views, read_json, save_weights, write_config
+from gapless.parallel.launch import refuse_others
 
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -68,6 +69,7 @@ def export(
         ValueError: the target is not empty, there is no adapter to export, a merged model would equal its base, or
             what was written does not read back as it should.
     """
+    refuse_others("export", remedy="call it where the result of train has rank 0", main=False)
     found, out = find_model(source), Path(out)
     if kind not in ("merged", "adapter"):
         raise ValueError(f"kind must be merged or adapter, not {kind}")

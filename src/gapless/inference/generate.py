@@ -79,7 +79,7 @@ def generate(
         One completion per prompt, in order.
 
     Raises:
-        ValueError: an empty prompt, an id outside the vocabulary, or a setting out of its range.
+        ValueError: an empty prompt, an id outside the vocabulary, a setting out of its range, or a piece of a model.
     """
     _check(model, prompts, max_new_tokens, batch_size)
     sampler = Sampler(Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed))
@@ -202,6 +202,11 @@ def _evaluating(model: Decoder) -> Generator[None]:
 
 
 def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int) -> None:
+    if model.vocabulary is not None or None in (model.embed, model.norm, model.head):
+        raise ValueError(
+            "this is a piece of a model whose layers are cut by parallel.tp_size or parallel.pp_size, which cannot "
+            "generate; load the result, or a checkpoint, in one process"
+        )
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")

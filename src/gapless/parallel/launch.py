@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import threading
 import time
 import uuid
 import weakref
@@ -28,6 +30,8 @@ from gapless.parallel.store import JsonStore
 from gapless.parallel.watch import Watch
 from gapless.parallel.world import Guard, World, await_keys, share
 
+_SILENT = 10.0
+"""Seconds of waiting for the other processes after which it is said."""
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _HINTS = {
     "LOCAL_RANK": "the number of the process on its node; under srun: LOCAL_RANK=$SLURM_LOCALID",
@@ -93,6 +97,22 @@ def _remedy() -> str:
     return f"start all processes with torchrun, which sets {', '.join(_RANKS)}, MASTER_ADDR and MASTER_PORT"
 
 
+def refuse_others(what: str, *, remedy: str, main: bool = True) -> None:
+    """Refuse work of one process where a launcher has started several.
+
+    Args:
+        what: the work.
+        remedy: what to do.
+        main: whether rank 0 is refused as well.
+
+    Raises:
+        ValueError: names the rank.
+    """
+    place = read_environment(os.environ)
+    if place is not None and (main or place.rank > 0):
+        raise ValueError(f"{what} is the work of one process, and this is rank {place.rank} of {place.size}; {remedy}")
+
+
 @contextmanager
 def launched(config: ParallelConfig, device_type: str) -> Generator[World]:
     """The job that this process is a part of.
@@ -149,14 +169,24 @@ def _place_in_group() -> Place | None:
 @cache
 def _meet(place: Place, timeout: float) -> dist.Store:
     """The store of the job; its server, if this process has it, serves as long as the process lives."""
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    text = f"rank {place.rank} waits at {where} for all of the {place.size} processes to start\n"
+    waiting = threading.Timer(_SILENT, sys.stderr.write, [text])
+    waiting.daemon = True
+    waiting.start()
     try:
         store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=timedelta(seconds=timeout)))
     except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"the port of {where} is in use; choose another MASTER_PORT, the same for all ranks"
+            ) from error
         raise ValueError(
-            f"rank {place.rank} of {place.size} did not meet the others at MASTER_ADDR:MASTER_PORT "
-            f"({os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}) within parallel.timeout ({timeout:g} s): "
-            f"{str(error).partition(chr(10))[0]}"
+            f"rank {place.rank} of {place.size} did not meet the others at MASTER_ADDR:MASTER_PORT ({where}) within "
+            f"parallel.timeout ({timeout:g} s); see what the other processes say: {str(error).partition(chr(10))[0]}"
         ) from error
+    finally:
+        waiting.cancel()
     return store
 
 

@@ -207,7 +207,7 @@ def _difference(name: str, values: Sequence[Mapping[str, str]]) -> str:
             kinds = sorted(ranks.items(), key=lambda kind: len(kind[1]))
             told = [f"{_ranks(members)} {_short(value)}" for value, members in kinds]
             parts.append(f"{key}: {', '.join(told)}")
-    return f"the ranks do not agree on {name}: {'; '.join(parts)}; start all with the same files and versions"
+    return f"the ranks do not agree on {name}: {'; '.join(parts)}; start all with the same files, settings and versions"
 
 
 def _ranks(members: Sequence[int]) -> str:

@@ -33,6 +33,9 @@ class TrainResult:
     stopped_by: str | None
     """Name of the signal that stopped the run: SIGINT (Ctrl-C), SIGTERM or SIGHUP (closed terminal)."""
 
+    rank: int = 0
+    """Of the process; of a job's many ranks 0 is the main one."""
+
     @property
     def exit_code(self) -> int:
         """0, or as shells count a process that a signal ended: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""

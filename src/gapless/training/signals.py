@@ -15,14 +15,15 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopSignals:
     """While entered, the first signal is only noted; a second Ctrl-C interrupts as usual.
 
-    Under nohup SIGHUP stays ignored. After SIGHUP what would go to the closed terminal goes nowhere.
+    In a job of many ranks a second Ctrl-C is only noted too: launchers send what they get to all ranks, who may have
+    got it already. Under nohup SIGHUP stays ignored. After SIGHUP what would go to the closed terminal goes nowhere.
 
     Handlers belong to the main thread: in another one nothing is changed.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        """`quiet`: the signal is noted without a word, as another rank says it."""
-        self._quiet = quiet
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        """Of a job's many ranks the first says that a signal came."""
+        self._rank, self._ranks = rank, ranks
         self.received: str | None = None
         """Name of the signal, once there was one."""
         self._previous: dict[signal.Signals, object] = {}
@@ -42,17 +43,18 @@ class StopSignals:
             signal.signal(number, handler)  # pyrefly: ignore
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
+        if self.received and number == signal.SIGINT and self._ranks == 1:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
         if number == signal.SIGHUP:
             for terminal in self._terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
-        if self._quiet:
+        if self._rank > 0:
             return
+        abort = "; press Ctrl-C again to abort" if self._ranks == 1 else ""
         # Not print: the signal may have come in the middle of one, and streams cannot be entered twice.
         with contextlib.suppress(OSError, ValueError):
-            text = f"\n{self.received}: finishing this step, then saving; press Ctrl-C again to abort\n"
+            text = f"\n{self.received}: finishing this step, then saving{abort}\n"
             os.write(sys.stderr.fileno(), text.encode())
 
 

@@ -168,7 +168,7 @@ class Trainer:
             self.device = pick_device(self.config.model.device)
             self._world = self._opened.enter_context(launched(self.config.parallel, self.device.type))
             self.rank = self._world.rank
-            self._signals = StopSignals(quiet=self.rank > 0)
+            self._signals = StopSignals(self.rank, self._world.size)
             if self.device.type == "cuda":
                 # With its number: what is current in this thread is not in others.
                 self.device = torch.device("cuda", torch.cuda.current_device())
@@ -195,7 +195,8 @@ class Trainer:
         check_layout(self.config, described.config, sizes)
         self._rows = setup.open_data(self.config, self._train_rows, self._eval_rows)
         self._base = run_folder.base_identity(self.config.model.path)
-        self._world.agree("the start", start_facts(self.config, **{"the model's digest": self._base["digest"]}))
+        facts = {"the model's digest": self._base["digest"], "loss_fn": self._settings.get("loss_fn", "cross-entropy")}
+        self._world.agree("the start", start_facts(self.config, **facts))
         self._mesh = build_mesh(
             self.config.parallel, rank=self.rank, world_size=self._world.size, device_type=self.device.type
         )
@@ -295,7 +296,9 @@ class Trainer:
 
     def _announce(self, checkpoint: Checkpoint | None) -> None:
         trained = sum(self._world.share("trained", self._ownership.elements))
-        where = f"{self.device}" if self._world.size == 1 else f"{self._world.size} ranks ({self._mesh})"
+        where = f"{self.device.type}"
+        if self._world.size > 1:
+            where = f"{self._world.size} ranks ({self._mesh}) on {where}"
         self._display.message(f"training {trained:,} parameters for {self.total_steps} steps on {where}")
         if note := setup.length_note(self.config):
             self._display.message(note)
@@ -534,4 +537,5 @@ class Trainer:
             output_dir=self._folder,
             result_dir=result_dir,
             stopped_by=self._stopped_by,
+            rank=self.rank,
         )
