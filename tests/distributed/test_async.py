@@ -44,9 +44,17 @@ def train(rank, size, config, slow=None):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("lora", {}), ("full", {"dp_shard_size": 2}), ("full", {"pp_size": 2})], ids=str
+    ("kind", "layout", "slow"),
+    [
+        ("lora", {}, 0),
+        ("full", {"dp_shard_size": 2}, 1),
+        pytest.param("lora", {}, 1, marks=pytest.mark.slow),
+        pytest.param("full", {"dp_shard_size": 2}, 0, marks=pytest.mark.slow),
+        pytest.param("full", {"pp_size": 2}, 0, marks=pytest.mark.slow),
+        pytest.param("full", {"pp_size": 2}, 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("slow", [0, 1])
 def test_the_outcome_is_that_of_a_run_that_waits(tmp_path, kind, layout, slow):
     inputs = write_inputs(tmp_path / "inputs")
     settings = {"save_steps": 5, "save_total_limit": None, **layout}

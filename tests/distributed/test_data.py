@@ -196,6 +196,7 @@ def test_gradients_and_losses_are_those_of_one_process(model, world):
     check([{**model, "parallel": layout} for layout in LAYOUTS[world]], world)
 
 
+@pytest.mark.slow  # at once there is test_layouts.py
 def test_ranks_with_nothing_to_train():
     idle = (4, 5, 6, 7)  # all rows of the second rank
     models = [{**model, "idle": idle} for model in (MODELS[1], MODELS[2])]

@@ -97,7 +97,7 @@ def test_what_differs_is_named():
     messages = run(4, differ)
     assert set(messages) == {
         "the ranks do not agree on the configuration: training.seed: rank 1 has 43, ranks 0, 2, 3 have 42; rows: rank "
-        '3 has "abc", ranks 0, 1, 2 have "abd"; start all with the same files and versions'
+        '3 has "abc", ranks 0, 1, 2 have "abd"; start all with the same files, settings and versions'
     }
 
 
@@ -221,6 +221,7 @@ def slow_first(rank, folder):
         all_reduce()
 
 
+@pytest.mark.slow  # at once there is the tokenising of test_kills.py
 def test_what_one_rank_does_for_all_may_take_longer_than_the_timeout(tmp_path):
     assert Job(2, slow_first, tmp_path).codes == [0, 0]
 

@@ -126,7 +126,7 @@ def read_slowly(rank, world, configs):
     fill = StoredWeights.fill
 
     def slow(stored, views):
-        time.sleep(2.0 if rank == 1 else 0.0)
+        time.sleep(1.0 if rank == 1 else 0.0)
         fill(stored, views)
 
     StoredWeights.fill = slow
@@ -139,5 +139,5 @@ def read_slowly(rank, world, configs):
 def test_weights_are_read_outside_of_collectives(inputs):
     layouts = [{}, {"pp_size": 2}]
     configs = [config_of(inputs, "lora", True, 2 if not layout else 1, **layout) for layout in layouts]
-    first, second = run(2, read_slowly, configs, collective=1.0)
+    first, second = run(2, read_slowly, configs, collective=0.5)
     assert first == second
