@@ -7,7 +7,8 @@ import torch
 
 from gapless.models.decoder import Decoder
 from gapless.models.families import decoder_config
-from gapless.models.weights import hf_views, save_weights
+from gapless.models.views import hf_views
+from gapless.models.weights import save_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -13,7 +13,8 @@ from gapless.adapters.merge import merged_tensors
 from gapless.adapters.peft import file_views, load_adapter, save_adapter
 from gapless.batch import Document, build_batch, segments
 from gapless.config import AdapterConfig
-from gapless.models.weights import hf_views, load_weights
+from gapless.models.views import hf_views
+from gapless.models.weights import load_weights
 from tiny import tiny_model, write_tiny_model
 
 TOKENS = torch.randint(0, 256, (21,), generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,8 @@ from tests.tiny import tiny_config, write_tiny_model
 from gapless.batch import segments
 from gapless.models.decoder import Decoder
 from gapless.models.families import decoder_config
-from gapless.models.weights import hf_views, load_weights
+from gapless.models.views import hf_views
+from gapless.models.weights import load_weights
 
 LENGTHS = (5, 1, 70, 7)
 TOKENS = 90

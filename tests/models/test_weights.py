@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.tiny import DTYPES, tiny_model, write_tiny_model
 
-from gapless.models.weights import TensorView, hf_views, load_weights, save_weights
+from gapless.models.views import TensorView, hf_views
+from gapless.models.weights import load_weights, save_weights
 
 
 def stored(folder):

@@ -10,7 +10,7 @@ from torch.nn import functional
 from gapless.adapters.lora import adapter_views, apply_lora
 from gapless.batch import BatchLayout, Document, build_batch
 from gapless.config import AdapterConfig, OptimConfig, ParallelConfig
-from gapless.models.weights import hf_views
+from gapless.models.views import hf_views
 from gapless.parallel.loss import batch_loss
 from gapless.parallel.mesh import Mesh
 from gapless.parallel.model import ParallelModel

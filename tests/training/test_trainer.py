@@ -23,7 +23,8 @@ from gapless.config_file import load_config
 from gapless.data.tokenizer import Tokenizer
 from gapless.inference.generate import generate
 from gapless.inference.load import load_model
-from gapless.models.weights import hf_views, load_weights, save_weights
+from gapless.models.views import hf_views
+from gapless.models.weights import load_weights, save_weights
 from gapless.training import samples
 from gapless.training.callbacks import Callback
 from gapless.training.checkpoint import list_checkpoints, open_newest

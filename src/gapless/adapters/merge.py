@@ -8,7 +8,7 @@ import torch
 
 from gapless.adapters.lora import adapted_modules
 from gapless.models.decoder import Decoder
-from gapless.models.weights import hf_views
+from gapless.models.views import hf_views
 
 
 @torch.no_grad()

@@ -29,7 +29,8 @@ from gapless.adapters.lora import (
 )
 from gapless.config import AdapterConfig
 from gapless.models.decoder import Decoder
-from gapless.models.weights import TensorView, read_json, write_safetensors
+from gapless.models.views import TensorView
+from gapless.models.weights import read_json, write_safetensors
 
 _EMBED = f"{PEFT_PREFIX}{SAVEABLE['embed_tokens']}.weight"
 _HEAD = f"{PEFT_PREFIX}{SAVEABLE['lm_head']}.weight"

@@ -8,7 +8,7 @@ from gapless.adapters.lora import adapter_views, apply_lora
 from gapless.checkpoint_file import CheckpointError, open_checkpoint
 from gapless.config import AdapterConfig
 from gapless.models.decoder import Decoder
-from gapless.models.weights import hf_views
+from gapless.models.views import hf_views
 
 KIND = "weight"
 

@@ -23,7 +23,8 @@ from gapless.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, file_views, load_ad
 from gapless.inference.load import DTYPES, ModelSource, find_model, load_source
 from gapless.models.decoder import Decoder
 from gapless.models.families import decoder_config
-from gapless.models.weights import hf_views, read_json, save_weights, write_config
+from gapless.models.views import hf_views
+from gapless.models.weights import read_json, save_weights, write_config
 from gapless.parallel.launch import refuse_others
 
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

@@ -17,7 +17,8 @@ from gapless.data.tokenizer import Tokenizer
 from gapless.inference.checkpoint import KIND
 from gapless.inference.load import DTYPES
 from gapless.models.decoder import Decoder
-from gapless.models.weights import hf_views, save_weights, write_config
+from gapless.models.views import hf_views
+from gapless.models.weights import save_weights, write_config
 from gapless.training import files
 from gapless.training.checkpoint import check_names
 
