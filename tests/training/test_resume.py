@@ -26,6 +26,14 @@ KILLS, KILLS_PER_RUN = 15, 3
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
+@pytest.fixture(autouse=True)
+def no_nohup():
+    """Tests that run under nohup ignore SIGHUP otherwise, and so do their children."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """The inputs, and a process to fork children from, which has imported everything and computed nothing."""
