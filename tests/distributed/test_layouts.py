@@ -74,29 +74,34 @@ LAYOUTS = {
     "fsdp 2 x tensor 2": (4, {"dp_shard_size": 2, "tp_size": 2}),
     "tensor 2 x pipeline 2": (4, {"tp_size": 2, "pp_size": 2}),
     "fsdp 2 x pipeline 2": (4, {"dp_shard_size": 2, "pp_size": 2}),
-    "ddp 2 x tensor 2": (4, {"dp_replicate_size": 2, "tp_size": 2}),
-    "ddp 2 x pipeline 2": (4, {"dp_replicate_size": 2, "pp_size": 2}),
     "fsdp 2 x tensor 2 x pipeline 2": (8, {"dp_shard_size": 2, "tp_size": 2, "pp_size": 2}),
 }
 
 
 FIRST, OTHERS = [("full", True), ("lora", False)], [("full", False), ("lora", True)]
-"""(kind, tied): what trains in every layout at once, and what is the long tail on more than two ranks."""
+"""(kind, tied): what trains in every layout at once, and what is the long tail of some."""
+
+
+ALL_AT_ONCE = ("ddp 2", "zero-3 2", "tensor 2", "tensor 2, sequence", "1f1b 2", "zero bubble 2")
+MORE = {
+    "ddp 2 x tensor 2": (4, {"dp_replicate_size": 2, "tp_size": 2}),
+    "ddp 2 x pipeline 2": (4, {"dp_replicate_size": 2, "pp_size": 2}),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_numbers_are_those_of_one_process(inputs, alone, layout):
-    compare(inputs, alone, layout, FIRST if LAYOUTS[layout][0] > 2 else FIRST + OTHERS)
+    compare(inputs, alone, layout, FIRST + OTHERS if layout in ALL_AT_ONCE else FIRST)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [name for name, (world, _) in LAYOUTS.items() if world > 2])
+@pytest.mark.parametrize("layout", [name for name in (*LAYOUTS, *MORE) if name not in ALL_AT_ONCE])
 def test_numbers_are_those_of_one_process_too(inputs, alone, layout):
-    compare(inputs, alone, layout, OTHERS)
+    compare(inputs, alone, layout, OTHERS if layout in LAYOUTS else FIRST + OTHERS)
 
 
 def compare(inputs, alone, layout, cases):
-    world, settings = LAYOUTS[layout]
+    world, settings = (LAYOUTS | MORE)[layout]
     data_ranks = world // settings.get("tp_size", 1) // settings.get("pp_size", 1)
     configs = [config_of(inputs, kind, tied, data_ranks, **settings) for kind, tied in cases]
     results = run(world, train_all, configs, timeout=120.0)

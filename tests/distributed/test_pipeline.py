@@ -238,6 +238,7 @@ def test_four_ranks():
     check(4, [Case(micro_batches=6, tied=True, steps=2), Case(micro_batches=4, kind="lora")])
 
 
+@pytest.mark.slow  # at once there is test_layouts.py
 def test_with_sharded_weights():
     check(
         4,
