@@ -1,0 +1,134 @@
+"""What the Triton kernels share: when they run, for which chip, and how they are launched.
+
+A public function asks `use_triton` once, in its forward, and keeps the answer for its backward: on a GPU of compute
+capability 8.0 or more its kernel runs, elsewhere the reference. There is no autotuning: launchers choose tiles from
+tables by `architecture`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # an installation for CPUs has no Triton; the references need none
+    triton: Any = None
+    tl: Any = None
+
+OLDEST = 80
+"""The first architecture with bf16 matrix units (Ampere)."""
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""Bytes a thread block may have, by architecture (CUDA C++ Programming Guide, table "Technical Specifications")."""
+
+Path = Literal["triton", "reference"]
+
+
+def jit(function: Callable[..., None]) -> Any:
+    """`triton.jit`, or the function as it is where there is no Triton to run it."""
+    return function if triton is None else triton.jit(function)
+
+
+def cdiv(a: int, b: int) -> int:
+    """The quotient rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n; 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@dataclass
+class _Forced:
+    path: Path | None = None
+    architecture: int | None = None
+
+
+_forced = _Forced()
+
+
+@contextmanager
+def forced(path: Path, architecture: int | None = None) -> Generator[None]:
+    """Have the public functions take one path whatever the device, while entered.
+
+    To compare kernels with references on one GPU, to run kernels in Triton's interpreter on a CPU, and to compile them
+    for other chips.
+
+    Args:
+        path: "triton" or "reference".
+        architecture: to choose tiles for, as `architecture` gives it; by default that of the tensors' device.
+    """
+    before = (_forced.path, _forced.architecture)
+    _forced.path, _forced.architecture = path, architecture
+    try:
+        yield
+    finally:
+        _forced.path, _forced.architecture = before
+
+
+def use_triton(x: torch.Tensor) -> bool:
+    """Whether kernels run on x, rather than references."""
+    if _forced.path is not None:
+        return _forced.path == "triton"
+    return x.is_cuda and triton is not None and architecture(x.device) >= OLDEST
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability of a GPU as one number: 80, 86, 89, 90, 100, 120, ...; `OLDEST` for a CPU."""
+    if _forced.architecture is not None:
+        return _forced.architecture
+    if device.type != "cuda":
+        return OLDEST
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def family(device: torch.device) -> int:
+    """The latest architecture of `SHARED_MEMORY` that is not later than the device's: the key of tables of tiles."""
+    return max((known for known in SHARED_MEMORY if known <= architecture(device)), default=OLDEST)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a few for a CPU, where the interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **settings: Any) -> None:
+    """Run a kernel on a device's current stream; nothing where the grid is empty.
+
+    Args:
+        kernel: made by `jit`.
+        grid: programs along up to three axes.
+        device: of the tensors; Triton alone would take the current one.
+        args: of the kernel, in order.
+        settings: its constexprs by name, num_warps, num_stages.
+    """
+    if 0 in grid:
+        return
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        kernel[grid](*args, **settings)
+        return
+    with torch.cuda.device(device):
+        kernel[grid](*args, **settings)
+
+
+def empty_rows(x: torch.Tensor, columns: int, spare: int = 0) -> torch.Tensor:
+    """Uninitialised [rows of x, columns] in x's dtype, each row followed by `spare` columns of scratch memory.
+
+    `lora_linear` puts x A^T there, so that base and update are one GEMM over the longer rows.
+    """
+    return x.new_empty(x.shape[0], columns + spare)[:, :columns]
+
+
+def spare_columns(x: torch.Tensor) -> int:
+    """Columns of scratch memory behind each row of [T, C], as `empty_rows` made them; 0 where there are none."""
+    if x.ndim != 2 or x.stride(1) != 1 or x.shape[0] == 0:
+        return 0
+    end = x.storage_offset() + x.shape[0] * x.stride(0)
+    return x.stride(0) - x.shape[1] if end * x.element_size() <= x.untyped_storage().nbytes() else 0
