@@ -1,0 +1,220 @@
+"""What the benchmarks share: timing, errors, and rows of results (docs/design.md, section 8)."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import triton
+from triton.testing import do_bench
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "peft", "liger_kernel")
+_GRAPH_CALLS = 12
+
+FAILURES = (
+    *(RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, LookupError),
+    *(NotImplementedError, triton.errors.TritonError),
+)
+"""What a case may end with while the others go on."""
+
+Work = Callable[[], object]
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One claim. The bars are for the table, the rest goes into the file."""
+
+    case: str
+    unit: str
+    gapless: float
+    peers: dict[str, float] = field(default_factory=dict)
+    limit: float
+    """What matmuls and bytes alone would give at the rates measured in the run, in the row's unit."""
+    peak_gib: dict[str, float] = field(default_factory=dict)
+    beside: dict[str, float] = field(default_factory=dict)
+    """Values that the row was made of."""
+    note: str = ""
+    peak_bar: float | None = None
+    """GiB that `peak_gib` of ours must stay below."""
+    bar: float | None = None
+    """What `gapless` must reach; None for rows that inform."""
+    lower_is_better: bool = False
+    must_beat: Sequence[str] = ()
+    """Peers that `gapless` must be at least as good as."""
+
+    def missed(self) -> list[str]:
+        """What the row does not reach."""
+        found = [] if self.bar is None or self._reaches(self.bar) else ["bar"]
+        if self.peak_bar is not None and self.peak_gib["gapless"] > self.peak_bar:
+            found.append(f"{self.peak_bar:g} GiB")
+        return found + [peer for peer in self.must_beat if peer in self.peers and not self._reaches(self.peers[peer])]
+
+    def _reaches(self, value: float) -> bool:
+        return self.gapless <= value if self.lower_is_better else self.gapless >= value
+
+    def record(self, command: str) -> dict[str, Any]:
+        """The row as it is kept."""
+        kept = {"case": self.case, "unit": self.unit, "gapless": _rounded(self.gapless), "peers": _rounded(self.peers)}
+        kept |= {"limit": _rounded(self.limit), "peak_gib": _rounded(self.peak_gib)}
+        if self.beside:
+            kept["beside"] = _rounded(self.beside)
+        if self.note:
+            kept["note"] = self.note
+        kept |= {"commit": commit(), "date": datetime.date.today().isoformat()}
+        return kept | {"device": torch.cuda.get_device_name(), "versions": versions(), "command": command}
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that matter, where they are installed; and of CUDA."""
+    found = {"python": sys.version.split()[0], "cuda": str(torch.version.cuda)}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit that is checked out; "unknown" in a copy without its history."""
+    run = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(run, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def merge(benchmark: str, rows: Sequence[Row], command: str) -> Path:
+    """Put rows into benchmarks/results/NAME.json, each in the place of an older one of its case."""
+    path = RESULTS / f"{benchmark}.json"
+    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    records = {record["case"]: record for record in kept} | {row.case: row.record(command) for row in rows}
+    path.parent.mkdir(exist_ok=True)
+    text = json.dumps({"benchmark": benchmark, "rows": list(records.values())}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """A line a row: ours, the bar, the peers, and what was missed."""
+    width = max((len(row.case) for row in rows), default=4)
+    print(f"{'case':{width}} {'gapless':>8} {'bar':>8}  {'unit':22} peers")
+    for row in rows:
+        bar = "-" if row.bar is None else f"{'<=' if row.lower_is_better else '>='}{row.bar:g}"
+        peers = ", ".join(f"{name} {value:.3g}" for name, value in row.peers.items())
+        beside = "" if not row.beside else " [" + ", ".join(f"{k} {v:.4g}" for k, v in row.beside.items()) + "]"
+        peak = "" if not row.peak_gib else " GiB " + ", ".join(f"{k} {v:.2f}" for k, v in row.peak_gib.items())
+        missed = row.missed()
+        verdict = (
+            f"  MISSED {', '.join(missed)}" if missed else ("  ok" if row.bar is not None or row.must_beat else "")
+        )
+        print(f"{row.case:{width}} {row.gapless:8.3g} {bar:>8}  {row.unit:22} {peers}{beside}{peak}{verdict}")
+
+
+# ---- timing ----
+
+
+def medians(works: Mapping[str, Work], *, warmup: int = 20, rep: int = 100) -> dict[str, float]:
+    """Milliseconds of each work, the median of its calls with a cold L2.
+
+    Each is timed twice, the second time in the reverse order, so that none has the cooler card.
+
+    Args:
+        works: by name.
+        warmup: milliseconds, of each time.
+        rep: milliseconds of calls that count, of each time.
+    """
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for order in (list(works), list(works)[::-1]):
+        for name in order:
+            times[name].append(do_bench(works[name], warmup=warmup, rep=rep // 2, return_mode="median"))
+    return {name: mean(found) for name, found in times.items()}
+
+
+def graph_medians(works: Mapping[str, Sequence[Work]], *, rep: int = 40) -> dict[str, float]:
+    """Milliseconds a call in a CUDA graph of several calls: without the host's part, which is the same for none.
+
+    Args:
+        works: by name, one work for each set of inputs; they take turns, so that no call finds its inputs in L2.
+        rep: milliseconds of replays that count.
+    """
+    graphs = {name: captured(sets) for name, sets in works.items()}
+    times = medians({name: graph.replay for name, graph in graphs.items()}, warmup=10, rep=rep)
+    return {name: time / _GRAPH_CALLS for name, time in times.items()}
+
+
+def captured(sets: Sequence[Work]) -> torch.cuda.CUDAGraph:
+    """`_GRAPH_CALLS` calls, one set of inputs after the other, on the current stream (which is not the default one)."""
+    for work in (*sets, *sets):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for call in range(_GRAPH_CALLS):
+            sets[call % len(sets)]()
+    return graph
+
+
+def gradient_work(outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Work:
+    """A backward that can be called again and again: gradients of `inputs` from fixed random ones of `outs`."""
+    grads = [torch.randn_like(out) for out in outs]
+    return lambda: torch.autograd.grad(outs, inputs, grads, retain_graph=True)
+
+
+def peak_gib(work: Work) -> float:
+    """Most memory that a call had at once beyond what there was before it."""
+    free_memory()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def free_memory() -> None:
+    """Give back what nothing refers to."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def copy_rate() -> float:
+    """Bytes read plus bytes written a millisecond, of a large copy on the device."""
+    source = random_like(1 << 30, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / medians({"copy": lambda: target.copy_(source)}, rep=200)["copy"]
+
+
+# ---- data and errors ----
+
+
+def random_like(count: int, *, dtype: torch.dtype) -> torch.Tensor:
+    """Random bytes or integers on the GPU."""
+    return torch.empty(count, dtype=dtype, device="cuda").random_(0, 256)
+
+
+def randn(*shape: int, scale: float = 1.0, grad: bool = True, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Normal values on the GPU, a leaf."""
+    return torch.randn(shape, device="cuda").mul_(scale).to(dtype).requires_grad_(grad)
+
+
+def assert_close(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float = 5e-3) -> None:
+    """Fail unless the norm of the difference is a small share of the norm of what is expected."""
+    difference = (found.detach().float() - expected.detach().float()).norm() / expected.detach().float().norm()
+    if not difference <= tolerance:
+        raise AssertionError(f"{name}: off by {float(difference):.2g} of its norm, allowed {tolerance:g}")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    return float(f"{value:.4g}")
