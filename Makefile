@@ -4,6 +4,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed-from-pyproject
 
+# The oldest Triton that the kernels must work with, the one of torch 2.11. Its interpreter needs numpy < 2.4.
+OLDEST := .venv-triton36
+OLDEST_STAMP := $(OLDEST)/installed
+
 # The tests use this torch. A machine with an NVIDIA driver takes the newest that the package allows.
 TORCH := $(shell nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
@@ -16,7 +20,7 @@ export OMP_WAIT_POLICY ?= passive
 help:
 	@echo 'make demo       fine-tune a small real model on this machine and measure what it learned'
 	@echo 'make test       lint, types and the tests'
-	@echo 'make test-full  the long tail of the tests'
+	@echo 'make test-full  the long tail of the tests, and the kernels with the oldest Triton'
 	@echo 'make lint       ruff and pyrefly alone;  make format, make docs: rewrite what they check'
 
 setup: $(STAMP)
@@ -36,8 +40,15 @@ demo: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
 
-test-full: $(STAMP)
+test-full: $(STAMP) $(OLDEST_STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu'
+	PYTHONPATH=src $(OLDEST)/bin/python -m pytest -m 'not gpu' tests/kernels
+
+$(OLDEST_STAMP): Makefile
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' 'numpy<2.4' pytest hypothesis
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check 'triton==3.6.0'
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -52,4 +63,4 @@ docs: $(STAMP)
 	$(BIN)/python docs/make.py
 
 clean:
-	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(OLDEST) runs .pytest_cache .ruff_cache .hypothesis
