@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import torch
 from cases import Rates, elementwise, flash, linear_ce
@@ -48,6 +49,8 @@ def main() -> int:
     if options.list:
         print("\n".join(CASES))
         return 0
+    # transformers, which Liger imports, looks for a package of the name of this file.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
     # Graphs are captured on a stream that is not the default one, and a backward runs where its forward ran.
     torch.cuda.set_stream(torch.cuda.Stream())
     torch.backends.cuda.matmul.allow_tf32 = False
