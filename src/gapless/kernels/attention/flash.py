@@ -1,0 +1,319 @@
+"""Varlen attention in Triton for every GPU from compute capability 8.0 on (Dao 2023, "FlashAttention-2").
+
+Work is handed out by the tile tables of `Segments`: one program per tile of queries (or keys) and head, longest first.
+A program reads its document's place in both streams from the device, so the same tables serve caches, windows and full
+attention. No atomics; the gradients of keys and values and those of queries come from two kernels (flash_backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from gapless.batch import Segments, TileSpec
+from gapless.kernels.attention.flash_backward import flash_delta, flash_keys, flash_queries
+from gapless.kernels.attention.flash_forward import flash_forward
+from gapless.kernels.runtime import cdiv, family, launch, next_power_of_2
+
+LOG2_E = 1.4426950408889634
+LARGEST_HEAD = 256
+_DELTA_TOKENS = 64
+
+
+class Tile(NamedTuple):
+    """Tile of a kernel, and how it is compiled."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """Of the three kernels: forward, gradient of queries, gradient of keys and values."""
+
+    forward: Tile
+    queries: Tile
+    keys: Tile
+
+
+# By padded head dim. Hopper's are the fastest of benchmarks/tiles/flash.py on an H200 at 2 x 8,192 tokens, causal; the
+# others are made to fit: 16-bit tensors, and for float32 half of each.
+_HOPPER = {
+    64: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    128: Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
+}
+_AMPERE = {
+    64: Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    128: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)),
+    256: Tiles(Tile(64, 64, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 4, 2)),
+}
+_SMALL = {
+    64: Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    128: Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
+    256: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+}
+_FLOAT32 = {
+    64: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+    128: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    256: Tiles(Tile(16, 16, 4, 2), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
+_TABLES = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _HOPPER, 120: _SMALL}
+
+
+def _tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    table = _FLOAT32 if dtype == torch.float32 else _TABLES[family(device)]
+    return table[max(64, next_power_of_2(max(head_dim, v_head_dim)))]
+
+
+def attention_tiles(
+    head_dim: int, v_head_dim: int, windows: Iterable[int | None], dtype: torch.dtype, device: torch.device | str
+) -> tuple[TileSpec, ...]:
+    """The tile tables that `attention` needs on a device, to be declared in a `BatchLayout` or given to `segments`.
+
+    Args:
+        head_dim: D of queries and keys.
+        v_head_dim: of values.
+        windows: of the model's layers; None for a layer without one.
+        dtype: of the tensors.
+        device: whose kernels are meant; heads above 256 have none.
+    """
+    if max(head_dim, v_head_dim) > LARGEST_HEAD:
+        return ()
+    tiles = _tiles(head_dim, v_head_dim, dtype, torch.device(device))
+    specs = [spec for window in dict.fromkeys(windows) for spec in _specs(tiles, window)]
+    return tuple(dict.fromkeys(specs))
+
+
+def _specs(tiles: Tiles, window: int | None) -> tuple[TileSpec, TileSpec]:
+    """The tables of the forward and, of the second, both backward kernels; the same where the queries' tiles are."""
+    return (
+        TileSpec(query_tile=tiles.forward.queries, key_tile=tiles.keys.keys, window=window),
+        TileSpec(query_tile=tiles.queries.queries, key_tile=tiles.keys.keys, window=window),
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What does not change between forward and backward."""
+
+    q_segments: Segments
+    k_segments: Segments
+    window: int | None
+    softcap: float | None
+    scale: float
+    causal: bool
+    tiles: Tiles
+
+    def documents(self) -> tuple[torch.Tensor, ...]:
+        """Start, tokens and offset of every document, of queries and of keys."""
+        q, k = self.q_segments, self.k_segments
+        return q.cu_seqlens, q.seqused, q.offset, k.cu_seqlens, k.seqused, k.offset
+
+    def numbers(self) -> tuple[float, float, int]:
+        """Scale in units of log2 e, softcap and window; whatever where there is none."""
+        return self.scale * LOG2_E, self.softcap or 1.0, self.window or 1
+
+    def constants(self, segments: Segments) -> dict[str, Any]:
+        """Constexprs that kernels share; `segments` is the stream whose tokens without a document are cleared."""
+        return {
+            "CAUSAL": self.causal,
+            "WINDOW": self.window is not None,
+            "SOFTCAP": self.softcap is not None,
+            "DOCUMENTS": len(segments.seqused),
+            "STEPS": len(segments.seqused).bit_length(),
+        }
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_segments: Segments,
+    k_segments: Segments,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    *,
+    need_lse: bool,
+    spare: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The arguments of `attention`, checked and completed; where `supports` holds.
+
+    Raises:
+        KeyError: the segments lack a table of `attention_tiles`.
+    """
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    tiles = _tiles(q.shape[2], v.shape[2], q.dtype, q.device)
+    call = _Call(q_segments, k_segments, window, softcap, scale, causal, tiles)
+    out, lse = _Flash.apply(q, k, v, sinks, call, need_lse, spare)
+    return out, lse
+
+
+def supports(q: torch.Tensor, v: torch.Tensor, scale: float) -> bool:
+    """Whether the kernels take these tensors: heads up to 256, 16- or 32-bit, a positive scale."""
+    known = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return known and max(q.shape[2], v.shape[2]) <= LARGEST_HEAD and scale > 0
+
+
+def _padded(q: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+    """The head dims, and the powers of two that tiles have; matrix units take at least 16."""
+    d, dv = q.shape[2], v.shape[2]
+    sizes = {"D": d, "V": dv, "DP": max(16, next_power_of_2(d)), "VP": max(16, next_power_of_2(dv))}
+    return {**sizes, "EXACT": q.dtype == torch.float32}
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        call: _Call,
+        need_lse: bool,
+        spare: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tokens, heads, _ = q.shape
+        width = heads * v.shape[2]
+        out = q.new_empty(tokens, width + spare)[:, :width].view(tokens, heads, v.shape[2])
+        lse = q.new_empty(heads, tokens, dtype=torch.float32)
+        tile, spec = call.tiles.forward, _specs(call.tiles, call.window)[0]
+        table = call.q_segments.tile_tables(spec).forward
+        grid = (len(table) + cdiv(tokens, tile.queries), heads)
+        strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
+        launch(
+            flash_forward,
+            grid if heads else (0,),
+            q.device,
+            *(q, k, v, q if sinks is None else sinks, out, lse, table),
+            *call.documents(),
+            *call.numbers(),
+            *(tokens, len(table), heads // k.shape[1]),
+            *strides,
+            **_padded(q, v),
+            **call.constants(call.q_segments),
+            SINKS=sinks is not None,
+            BM=tile.queries,
+            BN=tile.keys,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, (lse / LOG2_E).t().contiguous() if need_lse else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad, grad_lse = grads
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(out)
+        if grad.stride(2) != 1:
+            grad = grad.contiguous()
+        delta, grad_sinks = _delta(out, grad, lse, grad_lse, sinks)
+        saved = (q, k, v, grad, lse, delta)
+        grad_k, grad_v = _keys_backward(ctx.call, *saved)
+        grad_q = _queries_backward(ctx.call, *saved)
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, None
+
+
+def _delta(
+    out: torch.Tensor,
+    grad: torch.Tensor,
+    lse: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    tokens, heads, width = out.shape
+    delta = torch.empty_like(lse)
+    blocks = cdiv(tokens, _DELTA_TOKENS)
+    partial = lse.new_empty(blocks, heads) if sinks is not None else None
+    launch(
+        flash_delta,
+        (blocks, heads),
+        out.device,
+        *(out, grad, lse, lse if grad_lse is None else grad_lse.t().contiguous(), lse if sinks is None else sinks),
+        *(delta, delta if partial is None else partial, tokens),
+        *(*out.stride()[:2], *grad.stride()[:2]),
+        V=width,
+        VP=max(16, next_power_of_2(width)),
+        BT=_DELTA_TOKENS,
+        SINKS=sinks is not None,
+        LSE=grad_lse is not None,
+    )
+    if sinks is None or partial is None:
+        return delta, None
+    return delta, partial.sum(0).to(sinks.dtype)
+
+
+def _keys_backward(
+    call: _Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (tokens, heads, _), (k_tokens, kv_heads, _) = q.shape, k.shape
+    grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    tile, spec = call.tiles.keys, _specs(call.tiles, call.window)[1]
+    table = call.k_segments.tile_tables(spec).backward
+    launch(
+        flash_keys,
+        (len(table) + cdiv(k_tokens, tile.keys), kv_heads),
+        q.device,
+        *(q, k, v, grad, lse, delta, grad_k, grad_v, table),
+        *call.documents(),
+        *(call.scale, *call.numbers()),
+        *(tokens, k_tokens, len(table), heads // kv_heads),
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad.stride()[:2]),
+        **_padded(q, v),
+        **call.constants(call.k_segments),
+        BM=tile.queries,
+        BN=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return grad_k, grad_v
+
+
+def _queries_backward(
+    call: _Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+) -> torch.Tensor:
+    tokens, heads, _ = q.shape
+    grad_q = q.new_empty(q.shape)
+    tile, spec = call.tiles.queries, _specs(call.tiles, call.window)[1]
+    table = call.q_segments.tile_tables(spec).forward
+    launch(
+        flash_queries,
+        (len(table) + cdiv(tokens, tile.queries), heads),
+        q.device,
+        *(q, k, v, grad, lse, delta, grad_q, table),
+        *call.documents(),
+        *(call.scale, *call.numbers()),
+        *(tokens, len(table), heads // k.shape[1]),
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad.stride()[:2]),
+        **_padded(q, v),
+        **call.constants(call.q_segments),
+        BM=tile.queries,
+        BN=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return grad_q

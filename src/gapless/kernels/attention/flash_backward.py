@@ -1,0 +1,287 @@
+"""The backward kernels of `gapless.kernels.attention.flash`.
+
+FlashAttention-2's backward (Dao 2023, algorithm 2) in two kernels that each recompute the weights: keys and values,
+where a tile of keys stays and queries stream by, and queries, where it is the other way round. Seven products instead
+of five, but every gradient is added up by one program in one order: the same bits every time, and no atomics.
+"""
+
+from __future__ import annotations
+
+from gapless.kernels.attention.flash_forward import (
+    _key_ranges,
+    capped,
+    document_of,
+    load_rows,
+    outside,
+    product,
+    store_rows,
+    visible,
+)
+from gapless.kernels.runtime import jit, tl
+
+
+@jit
+def flash_delta(
+    out_ptr, grad_ptr, lse, grad_lse, sinks, delta, grad_sinks, tokens, stride_ot, stride_oh, stride_gt, stride_gh,
+    V: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO O) - dLSE of some tokens of a head, and their summand of the sink's gradient."""
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    column = tl.arange(0, VP)
+    here = token < tokens
+    mask = here[:, None] & (column < V)[None, :]
+    out = tl.load(out_ptr + token[:, None] * stride_ot + head * stride_oh + column[None, :], mask=mask, other=0.0)
+    grad = tl.load(grad_ptr + token[:, None] * stride_gt + head * stride_gh + column[None, :], mask=mask, other=0.0)
+    value = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    place = head * tokens + token
+    if LSE:
+        value -= tl.load(grad_lse + place, mask=here, other=0.0)
+    tl.store(delta + place, value, mask=here)
+    if SINKS:
+        total = tl.load(lse + place, mask=here, other=-float("inf"))
+        sink = tl.load(sinks + head).to(tl.float32) * 1.44269504
+        # -inf marks tokens of no document, which have no sink either.
+        weight = tl.where(total == -float("inf"), 0.0, tl.exp2(sink - total))
+        tl.store(grad_sinks + tl.program_id(0) * tl.num_programs(1) + head, -tl.sum(weight * value, 0))
+
+
+@jit
+def _weights(
+    scores, lse, query, key, query_count, key_count, shift, settings,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The softmax's weights again, and the slope of the softcap; `query` counts from the first query."""
+    scale2, softcap, window = settings
+    scores, bent = capped(scores, scale2, softcap, SOFTCAP)
+    weights = tl.exp2(scores - lse)
+    if MASKED:
+        seen = visible(query + shift, key, key_count, window, CAUSAL, WINDOW) & (query < query_count)
+        weights = tl.where(seen, weights, 0.0)
+    slope = 1 - bent * bent if SOFTCAP else bent
+    return weights, slope
+
+
+@jit
+def _key_step(
+    k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift, state, settings,
+    columns, v_columns,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries for a tile of keys: transposed scores, so that weights are the left factor as they are."""
+    grad_k, grad_v = state
+    query = i + tl.arange(0, BM)
+    offset = tl.cast(i, tl.int64)
+    q = load_rows(q_rows + offset * stride_q, query, query_count, columns, D, DP, MASKED)
+    if MASKED:
+        total = tl.load(lse + query, mask=query < query_count, other=0.0)
+        centre = tl.load(delta + query, mask=query < query_count, other=0.0)
+    else:
+        total = tl.load(lse + query)
+        centre = tl.load(delta + query)
+    scores = product(k, tl.trans(q), None, EXACT)
+    weights, slope = _weights(
+        scores, total[None, :], query[None, :], key[:, None], query_count, key_count, shift, settings, MASKED, CAUSAL,
+        WINDOW, SOFTCAP,
+    )  # fmt: skip
+    grad = load_rows(grad_rows + offset * stride_g, query, query_count, v_columns, V, VP, MASKED)
+    grad_v = product(weights.to(grad.dtype), grad, grad_v, EXACT)
+    grad_scores = weights * (product(v, tl.trans(grad), None, EXACT) - centre[None, :])
+    if SOFTCAP:
+        grad_scores = grad_scores * slope
+    grad_k = product(grad_scores.to(q.dtype), q, grad_k, EXACT)
+    return grad_k, grad_v
+
+
+@jit
+def _query_ranges(
+    first, last, query_count, shift, window, BM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Queries that see keys `first` to `last`: masked from low, seeing all from full, masked again up to high."""
+    low = 0
+    full = 0
+    high = query_count
+    see_all = query_count
+    if CAUSAL:
+        low = tl.minimum(tl.maximum(first - shift, 0), query_count)
+        full = low + tl.cdiv(tl.maximum(last - shift - low, 0), BM) * BM
+    if WINDOW:
+        high = tl.maximum(tl.minimum(query_count, last + window - shift), low)
+        see_all = tl.minimum(query_count, first + window - shift)
+    full = tl.minimum(full, high)
+    ragged = full + tl.maximum(see_all - full, 0) // BM * BM
+    return low, full, ragged, high
+
+
+@jit
+def _key_loops(
+    k, v, q_rows, grad_rows, lse, delta, ranges, stride_q, stride_g, query_count, key, key_count, shift, state,
+    settings, columns, v_columns,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """All queries of one head."""
+    low, full, ragged, high = ranges
+    grad_k, grad_v = state
+    if CAUSAL:
+        for i in tl.range(low, full, BM):
+            grad_k, grad_v = _key_step(
+                k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
+                (grad_k, grad_v), settings, columns, v_columns, D, V, DP, VP, BM, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
+            )  # fmt: skip
+    for i in tl.range(full, ragged, BM):
+        grad_k, grad_v = _key_step(
+            k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
+            (grad_k, grad_v), settings, columns, v_columns, D, V, DP, VP, BM, False, CAUSAL, WINDOW, SOFTCAP, EXACT,
+        )  # fmt: skip
+    for i in tl.range(ragged, high, BM):
+        grad_k, grad_v = _key_step(
+            k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
+            (grad_k, grad_v), settings, columns, v_columns, D, V, DP, VP, BM, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
+        )  # fmt: skip
+    return grad_k, grad_v
+
+
+@jit
+def flash_keys(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_k_ptr, grad_v_ptr, table, q_start, q_used, q_offset, k_start,
+    k_used, k_offset, scale, scale2, softcap, window, tokens, k_tokens, rows, groups, stride_qt, stride_qh, stride_kt,
+    stride_kh, stride_vt, stride_vh, stride_gt, stride_gh,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+    DOCUMENTS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile of keys and values of a kv head, over all queries of its heads; clears as the forward does."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    kv_heads = tl.num_programs(1)
+    columns, v_columns = tl.arange(0, DP), tl.arange(0, VP)
+    grad_k_ptr += kv_head * D
+    grad_v_ptr += kv_head * V
+    if tile >= rows:
+        token = (tile - rows) * BN + tl.arange(0, BN)
+        empty = outside(token, k_tokens, k_start, k_used, DOCUMENTS, STEPS)[:, None]
+        wide = token.to(tl.int64)[:, None] * kv_heads
+        zeros = tl.zeros([BN, DP], grad_k_ptr.dtype.element_ty)
+        tl.store(grad_k_ptr + wide * D + columns[None, :], zeros, mask=empty & (columns < D)[None, :])
+        zeros = tl.zeros([BN, VP], grad_v_ptr.dtype.element_ty)
+        tl.store(grad_v_ptr + wide * V + v_columns[None, :], zeros, mask=empty & (v_columns < V)[None, :])
+        return
+    document, begin, queries, query_count, keys, key_count, shift = document_of(
+        table, tile, q_start, q_used, q_offset, k_start, k_used, k_offset
+    )
+    if document < 0:
+        return
+    key = begin - keys + tl.arange(0, BN)
+    token = (keys + key).to(tl.int64)
+    k_rows = k_ptr + token[:, None] * stride_kt + kv_head * stride_kh + columns[None, :]
+    v_rows = v_ptr + token[:, None] * stride_vt + kv_head * stride_vh + v_columns[None, :]
+    k = load_rows(k_rows, key, key_count, columns, D, DP, True)
+    v = load_rows(v_rows, key, key_count, v_columns, V, VP, True)
+    first = begin - keys
+    last = tl.minimum(first + BN, key_count) - 1
+    ranges = _query_ranges(first, last, query_count, shift, window, BM, CAUSAL, WINDOW)
+    row = queries.to(tl.int64) + tl.arange(0, BM)
+    q_rows = q_ptr + row[:, None] * stride_qt + columns[None, :]
+    grad_rows = grad_ptr + row[:, None] * stride_gt + v_columns[None, :]
+    grad_k = tl.zeros([BN, DP], tl.float32)
+    grad_v = tl.zeros([BN, VP], tl.float32)
+    for group in range(groups):
+        head = kv_head * groups + group
+        place = head * tokens + queries
+        grad_k, grad_v = _key_loops(
+            k, v, q_rows + head * stride_qh, grad_rows + head * stride_gh, lse + place, delta + place, ranges,
+            stride_qt, stride_gt, query_count, key, key_count, shift, (grad_k, grad_v), (scale2, softcap, window),
+            columns, v_columns, D, V, DP, VP, BM, CAUSAL, WINDOW, SOFTCAP, EXACT,
+        )  # fmt: skip
+    wide = token[:, None] * kv_heads
+    store_rows(grad_k_ptr + wide * D + columns[None, :], grad_k * scale, key, key_count, columns, D, DP)
+    store_rows(grad_v_ptr + wide * V + v_columns[None, :], grad_v, key, key_count, v_columns, V, VP)
+
+
+@jit
+def _query_step(
+    q, grad, total, centre, k_rows, v_rows, j, stride_k, stride_v, query, query_count, key_count, shift, grad_q,
+    settings, columns, v_columns,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys for a tile of queries."""
+    key = j + tl.arange(0, BN)
+    offset = tl.cast(j, tl.int64)
+    k = load_rows(k_rows + offset * stride_k, key, key_count, columns, D, DP, MASKED)
+    v = load_rows(v_rows + offset * stride_v, key, key_count, v_columns, V, VP, MASKED)
+    scores = product(q, tl.trans(k), None, EXACT)
+    weights, slope = _weights(
+        scores, total[:, None], query[:, None], key[None, :], query_count, key_count, shift, settings, MASKED, CAUSAL,
+        WINDOW, SOFTCAP,
+    )  # fmt: skip
+    grad_scores = weights * (product(grad, tl.trans(v), None, EXACT) - centre[:, None])
+    if SOFTCAP:
+        grad_scores = grad_scores * slope
+    return product(grad_scores.to(k.dtype), k, grad_q, EXACT)
+
+
+@jit
+def flash_queries(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_q_ptr, table, q_start, q_used, q_offset, k_start, k_used,
+    k_offset, scale, scale2, softcap, window, tokens, rows, groups, stride_qt, stride_qh, stride_kt, stride_kh,
+    stride_vt, stride_vh, stride_gt, stride_gh,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+    DOCUMENTS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a tile of queries of a head; clears as the forward does."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1)
+    columns, v_columns = tl.arange(0, DP), tl.arange(0, VP)
+    grad_q_ptr += head * D
+    if tile >= rows:
+        token = (tile - rows) * BM + tl.arange(0, BM)
+        empty = outside(token, tokens, q_start, q_used, DOCUMENTS, STEPS)[:, None]
+        pointers = grad_q_ptr + token.to(tl.int64)[:, None] * heads * D + columns[None, :]
+        tl.store(pointers, tl.zeros([BM, DP], grad_q_ptr.dtype.element_ty), mask=empty & (columns < D)[None, :])
+        return
+    document, begin, queries, query_count, keys, key_count, shift = document_of(
+        table, tile, q_start, q_used, q_offset, k_start, k_used, k_offset
+    )
+    if document < 0:
+        return
+    kv_head = head // groups
+    query = begin - queries + tl.arange(0, BM)
+    token = (queries + query).to(tl.int64)
+    here = query < query_count
+    q_rows = q_ptr + token[:, None] * stride_qt + head * stride_qh + columns[None, :]
+    grad_rows = grad_ptr + token[:, None] * stride_gt + head * stride_gh + v_columns[None, :]
+    q = load_rows(q_rows, query, query_count, columns, D, DP, True)
+    grad = load_rows(grad_rows, query, query_count, v_columns, V, VP, True)
+    total = tl.load(lse + head * tokens + token, mask=here, other=0.0)
+    centre = tl.load(delta + head * tokens + token, mask=here, other=0.0)
+    key_row = keys.to(tl.int64) + tl.arange(0, BN)
+    k_rows = k_ptr + key_row[:, None] * stride_kt + kv_head * stride_kh + columns[None, :]
+    v_rows = v_ptr + key_row[:, None] * stride_vt + kv_head * stride_vh + v_columns[None, :]
+    first = begin - queries + shift
+    last = tl.minimum(begin - queries + BM, query_count) - 1 + shift
+    low, full, ragged, high = _key_ranges(first, last, key_count, window, BN, CAUSAL, WINDOW)
+    settings = (scale2, softcap, window)
+    grad_q = tl.zeros([BM, DP], tl.float32)
+    if WINDOW:
+        for j in tl.range(low, full, BN):
+            grad_q = _query_step(
+                q, grad, total, centre, k_rows, v_rows, j, stride_kt, stride_vt, query, query_count, key_count, shift,
+                grad_q, settings, columns, v_columns, D, V, DP, VP, BN, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
+            )  # fmt: skip
+    for j in tl.range(full, ragged, BN):
+        grad_q = _query_step(
+            q, grad, total, centre, k_rows, v_rows, j, stride_kt, stride_vt, query, query_count, key_count, shift,
+            grad_q, settings, columns, v_columns, D, V, DP, VP, BN, False, CAUSAL, WINDOW, SOFTCAP, EXACT,
+        )  # fmt: skip
+    for j in tl.range(ragged, high, BN):
+        grad_q = _query_step(
+            q, grad, total, centre, k_rows, v_rows, j, stride_kt, stride_vt, query, query_count, key_count, shift,
+            grad_q, settings, columns, v_columns, D, V, DP, VP, BN, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
+        )  # fmt: skip
+    pointers = grad_q_ptr + token[:, None] * heads * D + columns[None, :]
+    store_rows(pointers, grad_q * scale, query, query_count, columns, D, DP)

@@ -1,0 +1,233 @@
+"""The forward kernel of `gapless.kernels.attention.flash` and what all its kernels share.
+
+FlashAttention-2 (Dao 2023, algorithm 1): a tile of queries stays, keys and values stream by, the output is divided by
+the softmax's denominator once at the end. Scores are kept in units of log2 e, so that exp2 is the only exponential.
+Shape letters: BM queries and BN keys of a tile; DP, VP head dims padded to powers of two.
+"""
+
+from __future__ import annotations
+
+from gapless.kernels.runtime import jit, tl
+
+# ---- shared by the kernels ----
+
+
+@jit
+def document_of(table, tile, q_start, q_used, q_offset, k_start, k_used, k_offset):
+    """A row of a tile table and its document's place in both streams.
+
+    Returns (document or -1, first token of the tile, start and tokens of its queries, start and tokens of its keys,
+    position of query 0 counted from key 0).
+    """
+    document = tl.load(table + 4 * tile)
+    first = tl.load(table + 4 * tile + 1)
+    safe = tl.maximum(document, 0)
+    queries = tl.load(q_start + safe)
+    query_count = tl.load(q_used + safe)
+    keys = tl.load(k_start + safe)
+    key_count = tl.load(k_used + safe)
+    shift = tl.load(q_offset + safe) - tl.load(k_offset + safe)
+    return document, first, queries, query_count, keys, key_count, shift
+
+
+@jit
+def load_rows(pointers, rows, count, columns, C: tl.constexpr, CP: tl.constexpr, RAGGED: tl.constexpr):
+    """Load a [rows, CP] tile, zeros beyond `count` rows (if RAGGED) and beyond C columns; no masks where none can cut."""
+    if RAGGED:
+        if C == CP:
+            x = tl.load(pointers, mask=(rows < count)[:, None], other=0.0)
+        else:
+            x = tl.load(pointers, mask=(rows < count)[:, None] & (columns < C)[None, :], other=0.0)
+    elif C == CP:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=(columns < C)[None, :], other=0.0)
+    return x
+
+
+@jit
+def store_rows(pointers, x, rows, count, columns, C: tl.constexpr, CP: tl.constexpr):
+    """Store a [rows, CP] tile up to `count` rows and C columns."""
+    mask = (rows < count)[:, None]
+    if C != CP:
+        mask = mask & (columns < C)[None, :]
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
+
+
+@jit
+def product(a, b, accumulator, EXACT: tl.constexpr):
+    """accumulator + a b; float32 operands are not rounded to tf32."""
+    return tl.dot(a, b, accumulator, input_precision="ieee" if EXACT else "tf32")
+
+
+@jit
+def tanh(x):
+    """Saturating, relative error below 1e-6: near 0, where 1 - 2 / (1 + e^2x) cancels, its series."""
+    square = x * x
+    series = x * (1 + square * (-0.33333333 + square * (0.13333333 - 0.05396825 * square)))
+    return tl.where(tl.abs(x) < 0.2, series, 1 - 2 / (1 + tl.exp2(2.88539008 * x)))
+
+
+@jit
+def capped(scores, scale2, softcap, SOFTCAP: tl.constexpr):
+    """Scores in units of log2 e, and tanh of the raw ones over the cap (1-d zeros without one)."""
+    if SOFTCAP:
+        bent = tanh(scores * (scale2 * 0.69314718 / softcap))
+        scores = bent * (softcap * 1.44269504)
+    else:
+        bent = scores
+        scores = scores * scale2
+    return scores, bent
+
+
+@jit
+def visible(query, key, key_count, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Which keys queries see, both counted from the document's first key; broadcast against each other."""
+    mask = key < key_count
+    if CAUSAL:
+        mask = mask & (key <= query)
+    if WINDOW:
+        mask = mask & (key > query - window)
+    return mask
+
+
+@jit
+def outside(tokens, total, start, used, DOCUMENTS: tl.constexpr, STEPS: tl.constexpr):
+    """Which tokens of a stream belong to no document: a binary search for the last document that starts before."""
+    low = tl.zeros_like(tokens)
+    high = tl.zeros_like(tokens) + DOCUMENTS
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        before = tl.load(start + middle) <= tokens
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    begin = tl.load(start + low)
+    end = begin + tl.load(used + low)
+    return (tokens < total) & ((tokens < begin) | (tokens >= end))
+
+
+# ---- forward ----
+
+
+@jit
+def _forward_step(
+    q, k_rows, v_rows, j, stride_k, stride_v, query, key_count, state, settings, columns, v_columns,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: the state is (output, row maxima, row sums)."""
+    accumulator, top, total = state
+    scale2, softcap, window = settings
+    key = j + tl.arange(0, BN)
+    offset = tl.cast(j, tl.int64)
+    k = load_rows(k_rows + offset * stride_k, key, key_count, columns, D, DP, MASKED)
+    scores = product(q, tl.trans(k), None, EXACT)
+    if SOFTCAP:
+        scores, _ = capped(scores, scale2, softcap, SOFTCAP)
+        factor = 1.0
+    else:
+        factor = scale2
+    if MASKED:
+        seen = visible(query[:, None], key[None, :], key_count, window, CAUSAL, WINDOW)
+        scores = tl.where(seen, scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    # A row that has seen no key yet keeps -inf, and subtracts 0 instead, which gives weights of 0.
+    base = tl.where(new_top == -float("inf"), 0.0, new_top) if MASKED else new_top
+    weights = tl.exp2(scores * factor - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(weights, 1)
+    v = load_rows(v_rows + offset * stride_v, key, key_count, v_columns, V, VP, MASKED)
+    accumulator = product(weights.to(v.dtype), v, accumulator * shrink[:, None], EXACT)
+    return accumulator, new_top, total
+
+
+@jit
+def _key_ranges(first, last, key_count, window, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Keys that queries `first` to `last` see: masked from low, all seen by all from full, masked again up to high."""
+    low = 0
+    full = 0
+    high = key_count
+    seen_by_all = key_count
+    if CAUSAL:
+        high = tl.minimum(key_count, last + 1)
+        seen_by_all = tl.minimum(key_count, first + 1)
+    if WINDOW:
+        low = tl.maximum(first - window + 1, 0)
+        full = tl.minimum(low + tl.cdiv(tl.maximum(last - window + 1 - low, 0), BN) * BN, tl.maximum(high, low))
+    ragged = full + tl.maximum(seen_by_all - full, 0) // BN * BN
+    return low, full, ragged, high
+
+
+@jit
+def flash_forward(
+    q_ptr, k_ptr, v_ptr, sinks, out_ptr, lse, table, q_start, q_used, q_offset, k_start, k_used, k_offset,
+    scale2, softcap, window, tokens, rows, groups, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+    stride_ot, stride_oh,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EXACT: tl.constexpr,
+    DOCUMENTS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """A tile of the forward table and a head; the programs after the table's rows clear what is in no document."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    out_ptr += head * stride_oh
+    lse += head * tokens
+    v_columns = tl.arange(0, VP)
+    if tile >= rows:
+        token = (tile - rows) * BM + tl.arange(0, BM)
+        empty = outside(token, tokens, q_start, q_used, DOCUMENTS, STEPS)
+        pointers = out_ptr + token.to(tl.int64)[:, None] * stride_ot + v_columns[None, :]
+        zeros = tl.zeros([BM, VP], out_ptr.dtype.element_ty)
+        tl.store(pointers, zeros, mask=empty[:, None] & (v_columns < V)[None, :])
+        tl.store(lse + token, tl.zeros([BM], tl.float32) - float("inf"), mask=empty)
+        return
+    document, begin, queries, query_count, keys, key_count, shift = document_of(
+        table, tile, q_start, q_used, q_offset, k_start, k_used, k_offset
+    )
+    if document < 0:
+        return
+    kv_head = head // groups
+    row = begin - queries + tl.arange(0, BM)
+    columns = tl.arange(0, DP)
+    token = (queries + row).to(tl.int64)
+    q_rows = q_ptr + token[:, None] * stride_qt + head * stride_qh + columns[None, :]
+    q = load_rows(q_rows, row, query_count, columns, D, DP, True)
+    key_row = keys.to(tl.int64) + tl.arange(0, BN)
+    k_rows = k_ptr + key_row[:, None] * stride_kt + kv_head * stride_kh + columns[None, :]
+    v_rows = v_ptr + key_row[:, None] * stride_vt + kv_head * stride_vh + v_columns[None, :]
+    first = begin - queries + shift
+    last = tl.minimum(begin - queries + BM, query_count) - 1 + shift
+    low, full, ragged, high = _key_ranges(first, last, key_count, window, BN, CAUSAL, WINDOW)
+    query = row + shift
+    settings = (scale2, softcap, window)
+    accumulator = tl.zeros([BM, VP], tl.float32)
+    top = tl.zeros([BM], tl.float32) - float("inf")
+    total = tl.zeros([BM], tl.float32)
+    if WINDOW:
+        for j in tl.range(low, full, BN):
+            accumulator, top, total = _forward_step(
+                q, k_rows, v_rows, j, stride_kt, stride_vt, query, key_count, (accumulator, top, total), settings,
+                columns, v_columns, D, V, DP, VP, BN, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
+            )  # fmt: skip
+    for j in tl.range(full, ragged, BN):
+        accumulator, top, total = _forward_step(
+            q, k_rows, v_rows, j, stride_kt, stride_vt, query, key_count, (accumulator, top, total), settings,
+            columns, v_columns, D, V, DP, VP, BN, False, CAUSAL, WINDOW, SOFTCAP, EXACT,
+        )  # fmt: skip
+    for j in tl.range(ragged, high, BN):
+        accumulator, top, total = _forward_step(
+            q, k_rows, v_rows, j, stride_kt, stride_vt, query, key_count, (accumulator, top, total), settings,
+            columns, v_columns, D, V, DP, VP, BN, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
+        )  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.44269504
+        new_top = tl.maximum(top, sink)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.exp2(sink - new_top)
+        accumulator = accumulator * shrink[:, None]
+        top = new_top
+    accumulator = accumulator * tl.where(total > 0, 1 / total, 0.0)[:, None]
+    pointers = out_ptr + token[:, None] * stride_ot + v_columns[None, :]
+    store_rows(pointers, accumulator, row, query_count, v_columns, V, VP)
+    # log2(0) is -inf: a row that sees nothing.
+    tl.store(lse + token, top + tl.log2(total), mask=row < query_count)
