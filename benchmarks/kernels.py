@@ -16,10 +16,10 @@ import traceback
 from pathlib import Path
 
 import torch
-from cases import Rates, elementwise, flash, linear_ce
+from cases import Rates, adamw, elementwise, flash, linear_ce, lora
 from common import FAILURES, Row, copy_rate, free_memory, medians, merge, print_table
 
-CASES = {**elementwise.CASES, **linear_ce.CASES, **flash.CASES}
+CASES = {**elementwise.CASES, **adamw.CASES, **linear_ce.CASES, **lora.CASES, **flash.CASES}
 
 
 def measure_rates() -> Rates:
