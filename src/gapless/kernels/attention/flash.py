@@ -265,17 +265,21 @@ def _keys_backward(
     delta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (tokens, heads, _), (k_tokens, kv_heads, _) = q.shape, k.shape
-    grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    # Query heads that share a kv head are added up in float32, in one order.
+    groups = heads // kv_heads
+    wide = {"dtype": k.dtype if groups == 1 else torch.float32}
+    grad_k = k.new_empty(k_tokens, heads, k.shape[2], **wide)
+    grad_v = v.new_empty(k_tokens, heads, v.shape[2], **wide)
     tile, spec = call.tiles.keys, _specs(call.tiles, call.window)[1]
     table = call.k_segments.tile_tables(spec).backward
     launch(
         flash_keys,
-        (len(table) + cdiv(k_tokens, tile.keys), kv_heads),
+        (len(table) + cdiv(k_tokens, tile.keys), heads),
         q.device,
         *(q, k, v, grad, lse, delta, grad_k, grad_v, table),
         *call.documents(),
         *(call.scale, *call.numbers()),
-        *(tokens, k_tokens, len(table), heads // kv_heads),
+        *(tokens, k_tokens, len(table), groups),
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad.stride()[:2]),
         **_padded(q, v),
         **call.constants(call.k_segments),
@@ -284,7 +288,9 @@ def _keys_backward(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return grad_k, grad_v
+    if groups == 1:
+        return grad_k, grad_v
+    return tuple(grad.unflatten(1, (kv_heads, groups)).sum(2).to(k.dtype) for grad in (grad_k, grad_v))  # pyrefly: ignore
 
 
 def _queries_backward(

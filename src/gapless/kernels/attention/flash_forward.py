@@ -32,7 +32,7 @@ def document_of(table, tile, q_start, q_used, q_offset, k_start, k_used, k_offse
 
 @jit
 def load_rows(pointers, rows, count, columns, C: tl.constexpr, CP: tl.constexpr, RAGGED: tl.constexpr):
-    """Load a [rows, CP] tile, zeros beyond `count` rows (if RAGGED) and beyond C columns; no masks where none can cut."""
+    """Load a [rows, CP] tile, zeros beyond `count` rows (if RAGGED) and C columns; no masks where none can cut."""
     if RAGGED:
         if C == CP:
             x = tl.load(pointers, mask=(rows < count)[:, None], other=0.0)
@@ -56,7 +56,7 @@ def store_rows(pointers, x, rows, count, columns, C: tl.constexpr, CP: tl.conste
 
 @jit
 def product(a, b, accumulator, EXACT: tl.constexpr):
-    """accumulator + a b; float32 operands are not rounded to tf32."""
+    """Compute accumulator + a b; float32 operands are not rounded to tf32."""
     return tl.dot(a, b, accumulator, input_precision="ieee" if EXACT else "tf32")
 
 
