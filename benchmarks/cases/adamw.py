@@ -48,7 +48,7 @@ def step(rates: Rates, *, name: str, shapes: Sequence[tuple[int, int]], dtype: t
     theirs = Torch(params)
     ours = AdamW(views, config, "cuda")
     loss, rate = torch.ones((), device="cuda"), torch.full((), RATE, device="cuda")
-    before = [param.detach().float() for param in params]
+    before = [param.detach().float().clone() for param in params]
     for param, master in zip(params, theirs.masters, strict=True):
         grad = torch.randn_like(master).mul_(1e-3)
         ours.gradient(param).copy_(grad)

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gapless
 from cases import Case, Rates
 from gapless.batch import Segments, segments
-from gapless.kernels.attention import attention_tiles
+from gapless.kernels.attention.flash import attention_tiles
 
 HIDDEN, TOKENS = 2048, 16384
 PACKED_TOKENS, SHORTEST, LONGEST = 32768, 128, 8192
@@ -25,7 +25,7 @@ _BARS = {("fwd", 64): 310, ("bwd", 64): 270, ("fwd", 128): 342, ("bwd", 128): 30
 
 def documents(lengths: Sequence[int], head_dim: int) -> Segments:
     """Segments on the GPU with the tables of the kernel that will run."""
-    tiles = attention_tiles(torch.device("cuda"), head_dim=head_dim)
+    tiles = attention_tiles(head_dim, head_dim, [None], torch.bfloat16, "cuda")
     return segments(lengths, tokens=sum(lengths), tiles=tiles, device="cuda")
 
 

@@ -18,7 +18,7 @@ from gapless.adapters.lora import adapter_views
 from gapless.batch import segments
 from gapless.config import OptimConfig
 from gapless.kernels.activation import geglu, swiglu
-from gapless.kernels.attention import attention_tiles
+from gapless.kernels.attention.flash import attention_tiles
 from gapless.kernels.cross_entropy import linear_cross_entropy
 from gapless.kernels.rms_norm import rms_norm
 from gapless.models.views import hf_views
@@ -77,7 +77,7 @@ def attention() -> None:
         (256, {"return_lse": True}),
     ):
         options = dict(options)
-        tiles = attention_tiles(torch.device("cuda"), head_dim=head_dim, windows=(options.get("window"),))
+        tiles = attention_tiles(head_dim, head_dim, [options.get("window")], torch.bfloat16, "cuda")
         stream = segments((70, 0, 1, 50), tokens=131, tiles=tiles, device="cuda")
         q, k, v = randn(131, 4, head_dim), randn(131, 2, head_dim), randn(131, 2, head_dim)
         if "sinks" in options:
