@@ -138,7 +138,7 @@ def main() -> None:
     knobs.nvidia.dump_ptxas_log = True
     for architecture in map(int, options.architectures.split(",")):
         driver.set_active(CompilingDriver(architecture))
-        for case in options.cases.split(","):
+        for case in filter(None, options.cases.split(",")):
             with runtime.forced("triton", architecture), Compiled() as compiled:
                 torch.manual_seed(0)
                 CASES[case]()

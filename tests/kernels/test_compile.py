@@ -1,0 +1,96 @@
+"""The kernels compile for chips that are not here, and take no more of them than there is.
+
+`make test-full` runs this file with both Tritons that design.md names, each in an environment of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from gapless.kernels.runtime import SHARED_MEMORY, triton
+from kernels.compile_cases import CASES
+
+HERE = Path(__file__).parent
+pytestmark = [
+    pytest.mark.skipif(triton is None, reason="needs Triton"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the other tests compile the kernels"),
+]
+ARCHITECTURES = (80, 86, 89, 90, 100, 120, 121)
+QUICK_ARCHITECTURES = (86, 90)
+QUICK_CASES = tuple({name.split(".")[0]: name for name in reversed(CASES)}.values())
+"""What `make test` compiles: the first case of each operation."""
+
+STACK: dict[str, tuple[int, str]] = {}
+"""Bytes of stack that a kernel may have, and why; others none."""
+NO_WGMMA: dict[str, str] = {}
+"""Kernels that multiply 16-bit tiles on Hopper without its asynchronous matrix units, and why."""
+SERIAL: dict[str, str] = {}
+"""Kernels with products that ptxas serialises on Hopper, and why that is so."""
+SERIALISED = {"C7510", "C7511", "C7512", "C7513", "C7514"}
+"""The notes of ptxas that say so: "wgmma.mma_async instructions are serialized due to ..."."""
+
+
+def compile_cases(architectures, cases, cache):
+    """The lines of compile_check.py: of each kernel, and the names of all kernels there are."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, HERE / "compile_check.py", "--architectures", ",".join(map(str, architectures))]
+    run = subprocess.run(
+        [*command, "--cases", ",".join(cases)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    *lines, last = map(json.loads, run.stdout.splitlines())
+    return lines, set(last["kernels"])
+
+
+def family(architecture):
+    return max(known for known in SHARED_MEMORY if known <= architecture)
+
+
+def problems(line):
+    """What is wrong with a kernel as it was compiled."""
+    name, architecture = line["kernel"], line["architecture"]
+    stack, _ = STACK.get(name, (0, ""))
+    if line["stack"] > stack:
+        yield f"{line['stack']} bytes of stack, allowed {stack}"
+    if line["shared"] > SHARED_MEMORY[family(architecture)]:
+        yield f"{line['shared']} bytes of shared memory, there are {SHARED_MEMORY[family(architecture)]}"
+    if architecture == 90 and line["mma"] and name not in NO_WGMMA:
+        yield "mma.sync in place of wgmma"
+    if SERIALISED & set(line["notes"]) and name not in SERIAL:
+        yield f"notes of ptxas: {', '.join(line['notes'])}"
+
+
+def assert_sound(lines):
+    found = [
+        f"{line['case']} {line['kernel']} sm_{line['architecture']}: {problem}"
+        for line in lines
+        for problem in problems(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_some_kernels_compile(tmp_path):
+    lines, _ = compile_cases(QUICK_ARCHITECTURES, QUICK_CASES, tmp_path)
+    assert {(line["case"], line["architecture"]) for line in lines} == {
+        (case, architecture) for case in QUICK_CASES for architecture in QUICK_ARCHITECTURES
+    }
+    assert_sound(lines)
+
+
+@pytest.mark.slow
+def test_all_kernels_compile_for_all_chips(tmp_path):
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = pool.map(lambda chip: compile_cases([chip], CASES, tmp_path / str(chip)), ARCHITECTURES)
+        lines, known = [], set()
+        for some, kernels in runs:
+            lines += some
+            known |= kernels
+    assert {line["kernel"] for line in lines} == known, "a kernel that no case launches, or one from elsewhere"
+    assert_sound(lines)
