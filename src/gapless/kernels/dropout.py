@@ -17,52 +17,12 @@ from typing import Any
 import torch
 
 from gapless.batch import DropoutCounters
+from gapless.kernels.runtime import cdiv, jit, launch, tl, use_triton
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # golden ratio and sqrt(3) - 1, in units of 2^-32
 _ROUNDS = 10
 _MASK = 0xFFFFFFFF
-
-
-def dropout(
-    x: torch.Tensor, p: float, counters: DropoutCounters, layer: int, site: int, first_channel: int = 0
-) -> torch.Tensor:
-    """Zero each value with probability p and scale the others by 1 / (1 - p).
-
-    Only the counters are kept for the backward, which computes the mask again.
-
-    Args:
-        x: [T, C].
-        p: in [0, 1).
-        counters: of the batch.
-        layer: below 2^23.
-        site: which dropout in the layer, below 256.
-        first_channel: channel of the layer's whole input that x begins with, where x is a range of its channels.
-
-    Returns:
-        [T, C] in x's dtype.
-    """
-    assert 0 <= p < 1
-    assert 0 <= site < 256
-    assert 0 <= layer < 2**23
-    if p == 0:
-        return x
-    return _Dropout.apply(x, p, counters, (layer, site, first_channel))
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, p: float, counters: DropoutCounters, place: tuple[int, int, int]
-    ) -> torch.Tensor:
-        ctx.save_for_backward(counters.key, counters.row, counters.column)
-        ctx.p, ctx.place = p, place
-        return _masked(x, p, counters, place)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        return _masked(grad, ctx.p, DropoutCounters(*ctx.saved_tensors), ctx.place), None, None, None
 
 
 def _masked(x: torch.Tensor, p: float, counters: DropoutCounters, place: tuple[int, int, int]) -> torch.Tensor:
@@ -102,3 +62,165 @@ def philox(
             first & _MASK,
         )
     return c0, c1, c2, c3
+
+
+# ---- Triton ----
+
+
+@jit
+def philox_words(c0, c1, c2, c3, k0, k1):
+    """`philox` on uint32 tensors, all of one shape but k0 and k1, which are scalars."""
+    for _ in tl.static_range(10):
+        high, low = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
+        other_high, other_low = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = other_high ^ c1 ^ k0, other_low, high ^ c3 ^ k1, low
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@jit
+def keep_tile(key_ptr, row, column, place, first_group, CHANNELS: tl.constexpr, LIMIT: tl.constexpr):
+    """Which values of a tile dropout keeps: bool [tokens, CHANNELS].
+
+    Args:
+        key_ptr: seed and step, int32.
+        row: of the tile's tokens, int32 [tokens]; likewise column.
+        column: see row.
+        place: layer << 8 | site.
+        first_group: first channel of the tile / 4; the tile begins with a group of four, also where the tensor's first
+            channel does not.
+        CHANNELS: of the tile, a power of two, at least 4.
+        LIMIT: what is greater is kept, see `keep_limit`.
+    """
+    groups: tl.constexpr = CHANNELS // 4
+    shape: tl.constexpr = (row.shape[0], groups)
+    # Typed scalars: Triton hands over an argument of value 1 as a Python number.
+    k0, k1 = tl.load(key_ptr).to(tl.uint32), tl.load(key_ptr + 1).to(tl.uint32)
+    group = tl.full((groups,), first_group, tl.uint32) + tl.arange(0, groups).to(tl.uint32)
+    c0 = tl.broadcast_to(group[None, :], shape)
+    c1 = tl.broadcast_to(column.to(tl.uint32)[:, None], shape)
+    c2 = tl.broadcast_to(row.to(tl.uint32)[:, None], shape)
+    w0, w1, w2, w3 = philox_words(c0, c1, c2, tl.full(shape, place, tl.uint32), k0, k1)
+    # join appends an axis: [.., 2] of (w0, w2) and of (w1, w3), then [.., 2, 2] whose rows are (w0, w1) and (w2, w3).
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(words, (row.shape[0], CHANNELS)) > LIMIT
+
+
+@jit
+def _dropout_kernel(
+    x_ptr,
+    out_ptr,
+    key_ptr,
+    row_ptr,
+    column_ptr,
+    x_stride,
+    out_stride,
+    tokens,
+    channels,
+    place,
+    first_group,
+    skipped,
+    scale,
+    LIMIT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < tokens
+    row = tl.load(row_ptr + token, mask=inside, other=0)
+    column = tl.load(column_ptr + token, mask=inside, other=0)
+    start = tl.program_id(1) * CHANNELS
+    kept = keep_tile(key_ptr, row, column, place, first_group + start // 4, CHANNELS, LIMIT)
+    channel = start + tl.arange(0, CHANNELS) - skipped
+    mask = inside[:, None] & ((channel >= 0) & (channel < channels))[None, :]
+    token = token.to(tl.int64)
+    x = tl.load(x_ptr + token[:, None] * x_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    out = tl.where(kept, x * scale, 0.0)
+    tl.store(out_ptr + token[:, None] * out_stride + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def keep_limit(p: float) -> int:
+    """Bits greater than this are kept; for p that `is_identity` does not take."""
+    return round(p * 2**32) - 1
+
+
+def is_identity(p: float) -> bool:
+    """Whether no value is ever dropped."""
+    return round(p * 2**32) == 0
+
+
+def _launch_dropout(x: torch.Tensor, p: float, counters: DropoutCounters, place: tuple[int, int, int]) -> torch.Tensor:
+    layer, site, first_channel = place
+    tokens, channels = x.shape
+    assert counters.row.shape == counters.column.shape == (tokens,), "one row and column a token"
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = x.new_empty(tokens, channels)
+    skipped = first_channel % 4
+    tile = (16, 256)
+    grid = (cdiv(tokens, tile[0]), cdiv(skipped + channels, tile[1]))
+    launch(
+        _dropout_kernel,
+        grid,
+        x.device,
+        x,
+        out,
+        counters.key,
+        counters.row,
+        counters.column,
+        x.stride(0),
+        out.stride(0),
+        tokens,
+        channels,
+        layer << 8 | site,
+        first_channel // 4,
+        skipped,
+        1 / (1 - p),
+        LIMIT=keep_limit(p),
+        TOKENS=tile[0],
+        CHANNELS=tile[1],
+        num_warps=4,
+    )
+    return out
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, p: float, counters: DropoutCounters, place: tuple[int, int, int], masked: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(counters.key, counters.row, counters.column)
+        ctx.p, ctx.place, ctx.masked = p, place, masked
+        return masked(x, p, counters, place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        return ctx.masked(grad, ctx.p, DropoutCounters(*ctx.saved_tensors), ctx.place), None, None, None, None
+
+
+def dropout(
+    x: torch.Tensor, p: float, counters: DropoutCounters, layer: int, site: int, first_channel: int = 0
+) -> torch.Tensor:
+    """Zero each value with probability p and scale the others by 1 / (1 - p).
+
+    Only the counters are kept for the backward, which computes the mask again.
+
+    Args:
+        x: [T, C].
+        p: in [0, 1).
+        counters: of the batch.
+        layer: below 2^23.
+        site: which dropout in the layer, below 256.
+        first_channel: channel of the layer's whole input that x begins with, where x is a range of its channels.
+
+    Returns:
+        [T, C] in x's dtype.
+    """
+    assert 0 <= p < 1
+    assert 0 <= site < 256
+    assert 0 <= layer < 2**23
+    if is_identity(p):
+        return x
+    place = (layer, site, first_channel)
+    return _Dropout.apply(x, p, counters, place, _launch_dropout if use_triton(x) else _masked)
