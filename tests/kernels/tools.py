@@ -17,9 +17,10 @@ _CANARY = 64  # elements on each side
 
 
 def repair_interpreter() -> None:
-    """Have the interpreter multiply bf16 tiles right.
+    """Have the interpreter multiply bf16 tiles right, and round to bf16 as hardware does.
 
-    Triton 3.6 to 3.9 keep bf16 as its 16 bits in numpy and multiply those as integers.
+    Triton 3.6 to 3.9 keep bf16 as its 16 bits in numpy. They multiply those as integers, and cut float32 to 16 bits
+    where a GPU rounds to nearest even.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -34,7 +35,27 @@ def repair_interpreter() -> None:
 
         return plain(self, wide(a), wide(b), d, *options)
 
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self, src, dst_type):
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return cast(self, src, dst_type)
+        bits = src.data.view("uint32").astype("uint64")
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        return interpreter.TensorHandle((rounded * ~nan + (bits >> 16 | 0x40) * nan).astype("uint16"), tl.bfloat16)
+
+    plain_cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self, source, kind):
+        if source.dtype.scalar != tl.float32 or kind.scalar != tl.bfloat16:
+            return plain_cast(self, source, kind)
+        rounded = torch.tensor(source.data).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
+
     interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter.InterpreterBuilder.cast_impl = cast_impl
+    interpreter.InterpreterBuilder.cast_impl = cast_impl
 
 
 if INTERPRETED and triton is not None:

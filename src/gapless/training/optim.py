@@ -10,6 +10,7 @@ the clip and the skip on the device it takes from attributes that are no more pu
 * Gradients add up in float32 over micro-batches, those of bf16 parameters too.
 * A parameter that FSDP2 shards is updated as its local shard; FSDP2 brings its reduced gradient. One that it gathers in
   bf16 is float32 itself, its own master.
+* On a GPU the kernels of `gapless.kernels.adamw` do the same in one launch for all parameters.
 * The clip factor, the step count and the learning rate stay on the device. `step` reads nothing back: a non-finite
   loss or gradient norm makes the kernel leave every bit as it is, and closes the optimizer, so that a step launched
   before the host has seen the bad one changes nothing either.
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from gapless.config import OptimConfig
+from gapless.kernels.adamw import Entry, TensorList, on_device, prepare
+from gapless.kernels.runtime import use_triton
 from gapless.models.views import TensorView, local_tensor
 
 
@@ -45,6 +48,17 @@ class _Group:
         """Float32, shaped like `locals`."""
         pairs = zip(self.params, self.grads, strict=True)
         return [_sharded_gradient(param) if grad is None else grad for param, grad in pairs]
+
+    def entries(self) -> Iterator[Entry]:
+        """The same for the kernels."""
+        state = zip(
+            self.params, self.locals, self.masters, self.gradients(), self.exp_avgs, self.exp_avg_sqs, strict=True
+        )
+        for param, local, master, grad, exp_avg, exp_avg_sq in state:
+            moved = not hasattr(param, "placements") and param.data_ptr() != local.data_ptr()
+            assert not moved, f"a parameter of {tuple(param.shape)} has other memory than when the optimizer was made"
+            copy = None if master is local else local
+            yield Entry(grad.contiguous(), master, copy, exp_avg, exp_avg_sq, self.weight_decay > 0)
 
 
 class AdamW:
@@ -69,6 +83,9 @@ class AdamW:
         self._pure_bf16 = config.pure_bf16
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._groups = [_Group(config.weight_decay), _Group(0.0)]
+        self._weight_decay = config.weight_decay
+        self._list: TensorList | None = None
+        self._counted: dict[tuple[bool, ...], Tensor] = {}
         seen: dict[int, bool] = {}
         for view in self.views:
             decays = len(view.shape) >= 2
@@ -113,6 +130,12 @@ class AdamW:
     @torch.no_grad()
     def squares(self, counts: Callable[[nn.Parameter], bool] = lambda _: True) -> Tensor:
         """The sum of the squares of the gradients of the parameters that `counts` holds for, 0-d float32."""
+        if use_triton(self._step_count):
+            chosen = tuple(counts(param) for group in self._groups for param in group.params)
+            if chosen not in self._counted:
+                self._counted[chosen] = on_device(torch.tensor(chosen, dtype=torch.int32), self._step_count.device)
+            entries = self._entries()
+            return self._tensor_list(entries).squares(self._counted[chosen])
         grads = [
             grad
             for group in self._groups
@@ -138,18 +161,11 @@ class AdamW:
         """
         if norm is None:
             norm = self.squares().sqrt()
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        self._open &= finite
-        # The kernel divides gradients by this scale. Never below 1, so that small gradients are not blown up.
-        scale = (norm / self._max_norm).clamp(min=1.0)
-        skip = (~self._open).float()
-        self._step_count += 1
+        step = self._step_by_kernels if use_triton(self._step_count) else self._step_by_torch
+        finite = step(loss, learning_rate, norm)
+        # Neither path counts a version of what it changes; copies of parameters are refreshed by it.
+        torch.autograd.graph.increment_version([param for group in self._groups for param in group.params])
         for group in self._groups:
-            self._update(group, learning_rate, scale, skip)
-        self._step_count -= skip
-        for group in self._groups:
-            if buffers := [grad for grad in group.grads if grad is not None]:
-                torch._foreach_zero_(buffers)
             for param, grad in zip(group.params, group.grads, strict=True):
                 if grad is None:
                     param.grad = None
@@ -202,6 +218,37 @@ class AdamW:
         self._step_count.fill_(step_count)
 
     # ---- the parts of a step ----
+
+    def _step_by_torch(self, loss: Tensor, learning_rate: Tensor, norm: Tensor) -> Tensor:
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        self._open &= finite
+        # The kernel divides gradients by this scale. Never below 1, so that small gradients are not blown up.
+        scale = (norm / self._max_norm).clamp(min=1.0)
+        skip = (~self._open).float()
+        self._step_count += 1
+        for group in self._groups:
+            self._update(group, learning_rate, scale, skip)
+        self._step_count -= skip
+        for group in self._groups:
+            if buffers := [grad for grad in group.grads if grad is not None]:
+                torch._foreach_zero_(buffers)
+        return finite
+
+    def _step_by_kernels(self, loss: Tensor, learning_rate: Tensor, norm: Tensor) -> Tensor:
+        control, finite = prepare(loss, norm, learning_rate, self._open, self._step_count, self._max_norm, self._betas)
+        entries = self._entries()
+        self._tensor_list(entries).update(control, self._weight_decay, self._eps, self._betas)
+        return finite
+
+    def _entries(self) -> list[Entry]:
+        """What the kernels work on; to be kept until they are launched."""
+        return [entry for group in self._groups for entry in group.entries()]
+
+    def _tensor_list(self, entries: list[Entry]) -> TensorList:
+        """The table of the tensors where they are now: FSDP2 makes new gradients in each step."""
+        if self._list is None or self._list.addresses != [entry.addresses() for entry in entries]:
+            self._list = TensorList(entries, self._step_count.device)
+        return self._list
 
     def _add(self, group: _Group, param: nn.Parameter) -> None:
         local = local_tensor(param)
