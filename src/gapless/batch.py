@@ -147,7 +147,10 @@ class Segments:
             KeyError: the layout did not declare `spec`; tables are built with the batch, never on demand.
         """
         if spec not in self.tiles:
-            raise KeyError(f"{spec} was not declared in the BatchLayout (declared: {list(self.tiles) or 'none'})")
+            raise KeyError(
+                f"{spec} was not declared in the BatchLayout (declared: {list(self.tiles) or 'none'}); "
+                "kernels.attention.attention_tiles tells which are needed"
+            )
         return self.tiles[spec]
 
 

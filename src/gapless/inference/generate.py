@@ -188,6 +188,7 @@ def new_cache(model: Decoder, *, sequences: int, capacity: int) -> KVCache:
         capacity=capacity,
         dtype=weight.dtype,
         device=weight.device,
+        tiles=model.attention_tiles(),
     )
 
 

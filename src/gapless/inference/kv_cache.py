@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gapless.batch import Segments, segments
+from gapless.batch import Segments, TileSpec, segments
 
 
 class KVCache:
@@ -32,6 +32,7 @@ class KVCache:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        tiles: Sequence[TileSpec] = (),
     ):
         """An empty cache; memory is taken at once.
 
@@ -44,8 +45,9 @@ class KVCache:
             capacity: most tokens of a sequence.
             dtype: of the model's activations.
             device: the model's.
+            tiles: tile tables that its attention needs (`Decoder.attention_tiles`).
         """
-        self.capacity = capacity
+        self.capacity, self._tiles = capacity, tiles
         self.sequences = sequences
         self.lengths: list[int] = []
         """Tokens of each sequence (host), those of the announced forward included."""
@@ -104,7 +106,9 @@ class KVCache:
                 raise ValueError(f"{self.lengths[span] + count} tokens exceed the cache's capacity of {self.capacity}")
             self.lengths[span] += count
         starts = [span * self.capacity for span in spans]
-        queries = segments(counts, offsets=offsets, device=self.device)
+        # One new token of each sequence takes `decode_attention`, which needs no tables.
+        tiles = () if len(spans) == len(self.lengths) and set(counts) == {1} else self._tiles
+        queries = segments(counts, offsets=offsets, tiles=tiles, device=self.device)
         self._segments = segments(
             [self.lengths[span] for span in spans],
             starts=starts,

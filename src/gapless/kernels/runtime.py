@@ -29,7 +29,7 @@ SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 1
 Path = Literal["triton", "reference"]
 
 
-def jit(function: Callable[..., None]) -> Any:
+def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`, or the function as it is where there is no Triton to run it."""
     return function if triton is None else triton.jit(function)
 
@@ -74,9 +74,14 @@ def forced(path: Path, architecture: int | None = None) -> Generator[None]:
 
 def use_triton(x: torch.Tensor) -> bool:
     """Whether kernels run on x, rather than references."""
+    return runs_kernels(x.device)
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether kernels run on a device's tensors, rather than references."""
     if _forced.path is not None:
         return _forced.path == "triton"
-    return x.is_cuda and triton is not None and architecture(x.device) >= OLDEST
+    return device.type == "cuda" and triton is not None and architecture(device) >= OLDEST
 
 
 def architecture(device: torch.device) -> int:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gapless.batch import BatchLayout, PackedBatch, Segments
+from gapless.batch import BatchLayout, PackedBatch, Segments, TileSpec
+from gapless.kernels.attention import attention_tiles
 from gapless.kernels.cross_entropy import VocabularyShard, linear_cross_entropy
 from gapless.kernels.rope import RotaryTable, rotary_table
 from gapless.models.attention import Attention, KeyValueCache
@@ -147,5 +148,13 @@ class Decoder(nn.Module):
         return hidden.index_select(0, rows), batch.labels.index_select(0, rows)
 
     def batch_layout(self, *, rows: int, row_tokens: int, row_documents: int) -> BatchLayout:
-        """The layout of this model's micro-batches. The reference kernels need no tile tables."""
-        return BatchLayout(rows=rows, row_tokens=row_tokens, row_documents=row_documents)
+        """The layout of this model's micro-batches, with the tile tables that its kernels need where it is."""
+        tiles = self.attention_tiles()
+        return BatchLayout(rows=rows, row_tokens=row_tokens, row_documents=row_documents, tiles=tiles)
+
+    def attention_tiles(self) -> tuple[TileSpec, ...]:
+        """The tile tables that the model's attention needs on its device; none for the reference."""
+        config = self.config
+        return attention_tiles(
+            config.head_dim, config.head_dim, config.windows, self.dtype, self.rotary_frequencies.device
+        )

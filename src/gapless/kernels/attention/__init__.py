@@ -6,7 +6,11 @@ import torch
 
 from gapless.batch import Segments
 from gapless.kernels.attention.decode import decode_attention, decodes
+from gapless.kernels.attention.flash import attention_tiles, flash_attention, supports
 from gapless.kernels.attention.reference import reference_attention
+from gapless.kernels.runtime import use_triton
+
+__all__ = ["attention", "attention_tiles"]
 
 
 def attention(
@@ -22,11 +26,16 @@ def attention(
     scale: float | None = None,
     causal: bool = True,
     return_lse: bool = False,
+    spare: int = 0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q k^T) v within each document, with grouped queries (Ainslie et al. 2023, "GQA").
 
     Token j of a document has position `offset + j` in its segments; a query at position p sees the keys of the same
     document (same index in both segments) at positions <= p, and with a window W only those > p - W.
+
+    On a GPU of compute capability 8.0 or more a kernel runs, for heads up to 256; its work is cut by tile tables, so
+    the segments must have been made with those of `attention_tiles` (a model's `batch_layout` declares them). One new
+    token per document over a KV cache is one batched product; all else, and a CPU, takes the reference.
 
     Args:
         q: [Tq, N, D].
@@ -40,6 +49,7 @@ def attention(
         scale: of the scores; D ** -0.5 by default.
         causal: False lets a query see all keys of its document (a window is then refused).
         return_lse: also return the log of the softmax's denominator.
+        spare: columns of scratch memory behind each row of `out.flatten(1)`, for `lora_linear`.
 
     Returns:
         out [Tq, N, Dv] in q's dtype: zeros for queries that belong to no document or see no key. With `return_lse`
@@ -47,6 +57,7 @@ def attention(
 
     Raises:
         ValueError: shapes, segments or options that do not fit together.
+        KeyError: segments without the tile tables that the kernel needs.
     """
     k_segments = q_segments if k_segments is None else k_segments
     _check(q, k, v, q_segments, k_segments, window, causal)
@@ -54,9 +65,11 @@ def attention(
     plain = causal and softcap is None and sinks is None and not return_lse and not torch.is_grad_enabled()
     if plain and decodes(q_segments, k_segments):
         return decode_attention(q, k, v, k_segments, window, scale)
-    out, lse = reference_attention(
-        q, k, v, q_segments, k_segments, window, softcap, sinks, scale, causal, need_lse=return_lse
-    )
+    settings = (window, softcap, sinks, scale, causal)
+    if use_triton(q) and supports(q, v, scale):
+        out, lse = flash_attention(q, k, v, q_segments, k_segments, *settings, need_lse=return_lse, spare=spare)
+    else:
+        out, lse = reference_attention(q, k, v, q_segments, k_segments, *settings, need_lse=return_lse)
     if return_lse:
         assert lse is not None
         return out, lse

@@ -16,7 +16,7 @@ import torch
 from gapless.batch import Segments, TileSpec
 from gapless.kernels.attention.flash_backward import flash_delta, flash_keys, flash_queries
 from gapless.kernels.attention.flash_forward import flash_forward
-from gapless.kernels.runtime import cdiv, family, launch, next_power_of_2
+from gapless.kernels.runtime import cdiv, family, launch, next_power_of_2, runs_kernels
 
 LOG2_E = 1.4426950408889634
 LARGEST_HEAD = 256
@@ -73,18 +73,22 @@ def _tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.dev
 def attention_tiles(
     head_dim: int, v_head_dim: int, windows: Iterable[int | None], dtype: torch.dtype, device: torch.device | str
 ) -> tuple[TileSpec, ...]:
-    """The tile tables that `attention` needs on a device, to be declared in a `BatchLayout` or given to `segments`.
+    """The tile tables that `attention` needs, to be declared in a `BatchLayout` or given to `segments`.
 
     Args:
         head_dim: D of queries and keys.
         v_head_dim: of values.
         windows: of the model's layers; None for a layer without one.
         dtype: of the tensors.
-        device: whose kernels are meant; heads above 256 have none.
+        device: of the tensors.
+
+    Returns:
+        None at all where the reference runs: on a CPU, and for heads above 256.
     """
-    if max(head_dim, v_head_dim) > LARGEST_HEAD:
+    device = torch.device(device)
+    if not runs_kernels(device) or max(head_dim, v_head_dim) > LARGEST_HEAD:
         return ()
-    tiles = _tiles(head_dim, v_head_dim, dtype, torch.device(device))
+    tiles = _tiles(head_dim, v_head_dim, dtype, device)
     specs = [spec for window in dict.fromkeys(windows) for spec in _specs(tiles, window)]
     return tuple(dict.fromkeys(specs))
 
