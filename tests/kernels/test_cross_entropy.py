@@ -4,7 +4,7 @@ from pool import run
 from torch import distributed
 from torch.nn import functional
 
-from gapless.kernels.cross_entropy import VocabularyShard, _LinearCrossEntropy, linear_cross_entropy
+from gapless.kernels.cross_entropy import VocabularyShard, _LinearCrossEntropy, _Options, linear_cross_entropy
 
 
 def inputs(rows=13, hidden=8, vocab=29, dtype=torch.float32):
@@ -103,7 +103,7 @@ def test_rows_that_count_nothing_may_stay_in():
     """On a GPU they are not left out first; loss and gradients are the same."""
     x, weight, labels = inputs()
     left_out = linear_cross_entropy(x, weight, labels)
-    left_in = _LinearCrossEntropy.apply(x, weight, labels, 5, None)
+    left_in = _LinearCrossEntropy.apply(x, weight, labels, 5, _Options())
     torch.testing.assert_close(left_in, left_out)
     for kept, dropped in zip(
         torch.autograd.grad(left_in, (x, weight)), torch.autograd.grad(left_out, (x, weight)), strict=True
@@ -121,7 +121,7 @@ def on_a_cut_vocabulary(rank, world):
         results = [linear_cross_entropy(x, piece, labels, chunk_tokens=5, vocabulary=shard)]
     for loss in (
         linear_cross_entropy(x, piece, labels, chunk_tokens=5, vocabulary=shard),
-        _LinearCrossEntropy.apply(x, piece, labels, 4, shard),
+        _LinearCrossEntropy.apply(x, piece, labels, 4, _Options(vocabulary=shard)),
     ):
         results.append([loss.detach(), *torch.autograd.grad(loss, (x, piece))])
     extreme = linear_cross_entropy(x, piece.detach() * 1e4, labels, vocabulary=shard)
