@@ -8,6 +8,8 @@ from gapless.kernels.attention import attention, attention_tiles, flash
 from kernels.tools import DEVICE, check, guarded, kernels, run
 
 TILES = flash.Tiles(flash.Tile(32, 16, 4, 1), flash.Tile(16, 32, 4, 1), flash.Tile(16, 32, 4, 2))
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities in the interpreter
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -118,7 +120,8 @@ def test_head_dims(dims):
 def test_softcap_and_sinks(options, sinks):
     queries = make_segments([50, 3], options.get("window"))
     Case(queries, softcap=2.0, sinks=sinks, lse=True, scale=0.7, **options).check(eps=4e-6)
-    Case(queries, sinks=sinks, dtype=BF16, heads=(3, 3), **options).check()
+    # The sinks' gradient is three numbers, of which eager may happen to hit one.
+    Case(queries, sinks=sinks, dtype=BF16, heads=(3, 3), **options).check(eps=1e-3)
 
 
 @pytest.mark.parametrize(
