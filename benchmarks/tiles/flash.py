@@ -53,6 +53,7 @@ class Problem:
         self.delta = torch.randn_like(self.lse)
 
     def call(self, kind: str, tile: Tile) -> Callable[[], Any]:
+        """A launch of a kernel with a tile."""
         tiles = Tiles(tile, tile, tile)
         stream = segments([self.tokens] * 2, tiles=tuple(dict.fromkeys(flash._specs(tiles, None))), device="cuda")
         call = flash._Call(stream, stream, None, None, self.dim**-0.5, True, tiles)
