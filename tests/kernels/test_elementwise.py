@@ -1,6 +1,4 @@
-"""RMS norm, SwiGLU and rotary embedding against float64, values and gradients."""
-
-import math
+"""RMS norm and SwiGLU against float64, values and gradients."""
 
 import pytest
 import torch
@@ -8,7 +6,6 @@ from torch.nn import functional
 
 from gapless.kernels.activation import swiglu
 from gapless.kernels.rms_norm import rms_norm
-from gapless.kernels.rope import apply_rope, rotary_table
 
 SHAPES = [(1, 2), (7, 33), (5, 3, 4, 18), (0, 16)]
 
@@ -77,41 +74,3 @@ def test_swiglu(shape):
     out.sum().backward()
     torch.testing.assert_close(out, torch.tensor([[0.0, 3e4, 0.0]]))
     assert extreme.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("heads", [(3,), (2, 4)])
-def test_rope_rotates_pairs_as_complex_numbers(heads):
-    torch.manual_seed(0)
-    positions = torch.tensor([0, 1, 2, 0, 60], dtype=torch.int32)
-    frequencies = torch.tensor([1.0, 0.3, 0.01])
-    table = rotary_table(positions, frequencies, scaling=1.25)
-    turn = torch.polar(
-        torch.full((5, 3), 1.25, dtype=torch.float64), positions.double()[:, None] * frequencies.double()
-    ).view(5, *(1,) * len(heads), 3)
-
-    def oracle(x):
-        first, second = x.chunk(2, dim=-1)
-        if x.dtype == torch.bfloat16:
-            cos, sin = turn.real.bfloat16(), turn.imag.bfloat16()
-            return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        turned = torch.complex(first, second) * turn
-        return torch.cat([turned.real, turned.imag], dim=-1)
-
-    x = torch.randn(5, *heads, 6)
-    other = torch.randn(5, 2, 6)
-    check(lambda x: apply_rope(x, other, table)[0], oracle, x)
-    check(lambda x: apply_rope(other, x, table)[1], oracle, x)
-
-
-def test_rope_scores_depend_on_distance_only():
-    torch.manual_seed(0)
-    q, k = torch.randn(1, 1, 8), torch.randn(1, 1, 8)
-    frequencies = 1 / 10 ** torch.arange(4)
-
-    def score(at_q, at_k):
-        tables = (rotary_table(torch.tensor([at], dtype=torch.int32), frequencies) for at in (at_q, at_k))
-        turned_q, turned_k = (apply_rope(x, x, table)[0] for x, table in zip((q, k), tables, strict=True))
-        return (turned_q * turned_k).sum().item()
-
-    assert math.isclose(score(9, 4), score(105, 100), rel_tol=1e-4)
-    assert not math.isclose(score(9, 4), score(9, 5), rel_tol=1e-2)

@@ -9,7 +9,7 @@ from torch import nn
 
 from gapless.batch import Segments
 from gapless.kernels.attention import attention
-from gapless.kernels.rope import RotaryTable, apply_rope
+from gapless.kernels.rope import RotaryTable, rotate_qkv
 from gapless.models.config import DecoderConfig
 from gapless.models.linear import DenseLinear, Linear, Part, plain_linear
 from gapless.models.norm import RMSNorm
@@ -66,15 +66,14 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Attend: x [T, H], residual [T, H] -> [T, H]."""
         fused = self.qkv(x, counters=segments.dropout).unflatten(1, self.qkv.leading)
-        q, k, v = fused.split([self.groups, 1, 1], dim=2)  # [T, K, G, D], [T, K, 1, D] twice
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, k, rotary)
-        k, v = k.squeeze(2), v.squeeze(2)
+            q, k, v = rotate_qkv(fused, rotary, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        else:
+            q, k, v = rotate_qkv(fused, rotary)
         key_segments = segments
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
             key_segments = cache.segments
-        out = attention(q.flatten(1, 2), k, v, segments, key_segments, window=self.window)
+        out = attention(q, k, v, segments, key_segments, window=self.window)
         assert isinstance(out, torch.Tensor)
         return self.out(out.flatten(1), residual, segments.dropout)
