@@ -6,11 +6,19 @@ Tensors are on the CPU and have few tokens: what is compiled depends on their ot
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
-from gapless.kernels.cross_entropy import linear_cross_entropy
+from gapless.batch import DropoutCounters
+from gapless.kernels.activation import geglu, swiglu
+from gapless.kernels.cross_entropy import VocabularyShard, linear_cross_entropy
+from gapless.kernels.dropout import dropout
+from gapless.kernels.lora import InputDropout, WideWeight, lora_linear
+from gapless.kernels.rms_norm import rms_norm
 from gapless.kernels.rope import rotary_table, rotate_qkv
+from gapless.kernels.runtime import empty_rows
+from gapless.models.linear import Part
 
 CASES: dict[str, Callable[[], None]] = {}
 """By name; the first part of a name, up to a dot, is the operation."""
@@ -64,8 +72,8 @@ def _() -> None:
     rotate((2, 18, 128), 32, interleaved=True, norm="trained", tokens=96)
 
 
-def head(vocabulary: int, dtype: torch.dtype = torch.bfloat16, **options) -> None:
-    hidden, weight = tensor(2, 16, dtype=dtype), tensor(vocabulary, 16, dtype=dtype)
+def head(size: int, dtype: torch.dtype = torch.bfloat16, **options) -> None:
+    hidden, weight = tensor(2, 16, dtype=dtype), tensor(size, 16, dtype=dtype)
     labels = torch.zeros(2, dtype=torch.int32)
     backward(linear_cross_entropy(hidden, weight, labels, **options))
 
@@ -83,3 +91,89 @@ def _() -> None:
 @case("cross_entropy.odd_fp32")
 def _() -> None:
     head(50257, torch.float32, logit_scale=0.0625)
+
+
+@case("cross_entropy.cut")
+def _() -> None:
+    with mock.patch("torch.distributed.all_reduce"):
+        head(64128, vocabulary=VocabularyShard(64128, None))
+
+
+def norm(features: int, *, trained: bool, rows: int = 2, dtype: torch.dtype = torch.bfloat16, **options) -> None:
+    weight = tensor(features, dtype=options.pop("weight_dtype", dtype), grad=trained)
+    backward(rms_norm(tensor(rows, features, dtype=dtype), weight, 1e-5, **options))
+
+
+@case("rms_norm.smollm2")
+def _() -> None:
+    norm(576, trained=False)
+    norm(576, trained=True, rows=96, weight_dtype=torch.float32)
+
+
+@case("rms_norm.llama")
+def _() -> None:
+    norm(4096, trained=False, spare=16)
+    norm(4096, trained=True, rows=96)  # enough for programs of many steps
+
+
+@case("rms_norm.wide")
+def _() -> None:
+    norm(14336, trained=False)
+    norm(14336, trained=True, rows=96)
+
+
+@case("rms_norm.float32")
+def _() -> None:
+    norm(4096, trained=False, dtype=torch.float32)
+    norm(4096, trained=True, rows=96, dtype=torch.float32)
+
+
+@case("swiglu.smollm2")
+def _() -> None:
+    backward(swiglu(tensor(2, 2 * 1536)))
+
+
+@case("swiglu.llama")
+def _() -> None:
+    backward(swiglu(tensor(2, 2 * 14336), spare=16))
+    backward(swiglu(tensor(2, 2 * 14336, dtype=torch.float32)))
+
+
+@case("geglu.gemma")
+def _() -> None:
+    backward(geglu(tensor(2, 2 * 9216), approximate="tanh"))
+    backward(geglu(tensor(2, 2 * 9216), approximate="none"))
+
+
+def _lora(channels: int, leading: tuple[int, ...], parts: tuple[Part, ...], *, p: float = 0.0, spare: bool = True):
+    """A layer like Llama-3.1-8B's with adapters of rank 16; few tokens, so that sums are cut into pieces."""
+    wide = WideWeight(tensor(*leading, channels, grad=False), 16 * len(parts), parts)
+    x = empty_rows(tensor(20, channels), channels, wide.spare) if spare else tensor(20, channels)
+    a = tensor(16 * len(parts), channels, dtype=torch.float32)
+    b = [tensor(part.features(leading), 16, dtype=torch.float32) for part in parts]
+    place = torch.zeros(20, dtype=torch.int32)
+    drop = InputDropout(p, DropoutCounters(torch.zeros(2, dtype=torch.int32), place, place), 3, 2) if p else None
+    residual = tensor(20, wide.out) if len(leading) == 1 else None
+    backward(lora_linear(x.detach().requires_grad_(), wide, a, b, 2.0, residual=residual, dropout=drop))
+
+
+@case("lora.qkv")
+def _() -> None:
+    _lora(4096, (2, 6, 128), (Part("q", 1, 0, 4), Part("k", 1, 4, 1), Part("v", 1, 5, 1)))
+
+
+@case("lora.gate_up")
+def _() -> None:
+    _lora(4096, (2, 1024), (Part("gate", 0, 0, 1), Part("up", 0, 1, 1)), p=0.05)
+
+
+@case("lora.down")
+def _() -> None:
+    _lora(14336, (512,), (Part("down", 0, 0, 512),), spare=False)
+
+
+@case("dropout")
+def _() -> None:
+    place = torch.zeros(20, dtype=torch.int32)
+    counters = DropoutCounters(torch.tensor([1, 2], dtype=torch.int32), place, place)
+    backward(dropout(tensor(20, 4096), 0.1, counters, 3, 1))

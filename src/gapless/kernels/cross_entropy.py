@@ -361,10 +361,10 @@ def _scale_kernel(x, grad, out, count, BLOCK: tl.constexpr):
 # ---- launchers ----
 
 
-def _tiles(columns: int) -> tuple[int, int]:
-    """Columns of a block, and warps: 16 columns a thread, so two loads of 16 bytes of bf16 are in flight."""
-    block = min(next_power_of_2(columns), 8192)
-    return block, max(1, block // 512)
+def _tiles(columns: int, element_size: int) -> tuple[int, int]:
+    """Columns of a block, and warps: a thread has 32 bytes of a row, two loads in flight."""
+    block = min(next_power_of_2(columns), 16384 // element_size)
+    return block, max(1, block * element_size // 1024)
 
 
 def _rows_of_chunks(tokens: int, weight: torch.Tensor, *, trained: bool, cut: bool) -> int:
@@ -432,7 +432,7 @@ def _fused(
 def _loss(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, options: _Options, *, grad: bool) -> None:
     """Launch the kernels for a chunk; with `grad` the logits become their gradients."""
     rows, columns = logits.shape
-    block, warps = _tiles(columns)
+    block, warps = _tiles(columns, logits.element_size())
     scale, softcap, cut = options.logit_scale, options.softcap, options.vocabulary
     k = scale if softcap is None else softcap
     c, inner = k * math.log2(math.e), 0.0 if softcap is None else scale / softcap
