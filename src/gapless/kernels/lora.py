@@ -1,14 +1,29 @@
-"""The low-rank update of a linear layer's output: y += scale (x A^T) B^T, both products skinny.
+"""Linear layers with a low-rank update: y = x W^T + scale (x A^T) B^T, W frozen, the update's products all skinny.
 
 LoRA (Hu et al. 2021, section 4.1). The adapters of a fused layer's parts stand side by side in A, one block of R rows
 a part, and B is zero outside its part's rows and columns, so that a fused layer takes two products, not two per part.
+
+On a GPU base and update are one GEMM over longer rows: [W | B] on [x | scale x A^T]. W lies in a buffer that is some
+columns wider (`WideWeight`), and x in rows with as many columns of scratch memory behind each
+(`runtime.empty_rows`), into which a skinny GEMM puts scale x A^T. Where x has none, the update (with residual and bias)
+is written first and the base GEMM adds to it. The backward makes no gradient of W, and none of the dropped x.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn import functional
+
+from gapless.batch import DropoutCounters
+from gapless.kernels.dropout import dropout as drop_out
+from gapless.kernels.dropout import is_identity
+from gapless.kernels.runtime import cdiv, spare_columns, use_triton
+from gapless.kernels.skinny import InputDropout, outer, project, spread
+
+# ---- reference ----
 
 
 class _LoraUpdate(torch.autograd.Function):
@@ -46,3 +61,227 @@ def lora_update(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tens
         y, all tensors in its dtype.
     """
     return _LoraUpdate.apply(y, x, a, b, scale)
+
+
+# ---- what a layer is ----
+
+
+class Rows(Protocol):
+    """Which rows of a fused output a part is: `models.linear.Part`."""
+
+    def select(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Those of a tensor whose leading dimensions begin at axis `dim`, as a view."""
+        ...
+
+
+class WideWeight:
+    """A frozen weight and low-precision copies of its adapters in one buffer [out + S, in + S].
+
+    W is in the top left corner, the copy of B in the columns behind it, that of A in the rows below; the rest is zero.
+    Rows are whole multiples of 64 elements, so that all begin at addresses that suit the matrix units.
+    """
+
+    def __init__(self, weight: torch.Tensor, rank: int, parts: Sequence[Rows]) -> None:
+        """Copy a weight into a new buffer; the adapters are zero until `refresh`.
+
+        Args:
+            weight: [*leading, in]; afterwards `weight` of this object may take its place.
+            rank: R of all adapted parts together.
+            parts: of the output, in the order of their columns of B and rows of A.
+        """
+        self.leading, self.channels, self.rank, self.parts = weight.shape[:-1], weight.shape[-1], rank, tuple(parts)
+        self.out = weight[..., 0].numel()
+        self.spare = self.spare_for(self.channels, rank)
+        self.buffer = weight.new_zeros(self.out + self.spare, self.channels + self.spare)
+        assert self.buffer.numel() < 2**31, "kernels count the elements of a weight in 32 bits"
+        self._sources: tuple[tuple[int, int], ...] = ()
+        self.weight.copy_(weight)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a layer makes a buffer of its own."""
+        return
+
+    @staticmethod
+    def spare_for(channels: int, rank: int) -> int:
+        """S: at least the rank, and so that rows are multiples of 64 elements."""
+        return cdiv(channels + rank, 64) * 64 - channels
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """W, a view [*leading, in]."""
+        return self.buffer[: self.out, : self.channels].unflatten(0, self.leading)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[W | B | 0], a view [out, in + S]."""
+        return self.buffer[: self.out]
+
+    @property
+    def a(self) -> torch.Tensor:
+        """The copy of A, a view [R, in]."""
+        return self.buffer[self.out : self.out + self.rank, : self.channels]
+
+    @property
+    def b(self) -> torch.Tensor:
+        """The copy of B, a view [out, R]."""
+        return self.buffer[: self.out, self.channels : self.channels + self.rank]
+
+    @property
+    def version(self) -> tuple[tuple[int, int], ...]:
+        """Of the adapters whose values are in the buffer."""
+        return self._sources
+
+    def holds(self, weight: torch.Tensor) -> bool:
+        """Whether a tensor is `weight`, rather than one that has come into its place."""
+        return weight.data_ptr() == self.buffer.data_ptr() and weight.stride() == self.weight.stride()
+
+    def blocks(self, placed: torch.Tensor) -> list[torch.Tensor]:
+        """The block of each part in a matrix like B, as views [*part's dimensions, columns of the part]."""
+        columns = placed.unflatten(0, self.leading).split(self.rank // len(self.parts), dim=-1)
+        return [part.select(block) for part, block in zip(self.parts, columns, strict=True)]
+
+    @torch.no_grad()
+    def refresh(self, a: torch.Tensor, b: Sequence[torch.Tensor]) -> None:
+        """Copy the adapters into the buffer if they have changed.
+
+        Whoever changes them by address tells autograd (torch.autograd.graph.increment_version).
+
+        Args:
+            a: [R, in].
+            b: of each part [features, columns of the part].
+        """
+        sources = tuple((tensor.data_ptr(), tensor._version) for tensor in (a, *b))
+        if sources != self._sources:
+            self.a.copy_(a)
+            for block, tensor in zip(self.blocks(self.b), b, strict=True):
+                block.copy_(tensor.view(block.shape))
+            self._sources = sources
+
+
+# ---- autograd ----
+
+
+class _Layer(NamedTuple):
+    """What `_LoraLinear` takes beside tensors with gradients."""
+
+    wide: WideWeight
+    scale: float
+    bias: torch.Tensor | None
+    drop: InputDropout | None
+
+    @property
+    def whole_scale(self) -> float:
+        """Of the update, that of dropout included."""
+        return self.scale if self.drop is None else self.scale / (1 - self.drop.p)
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: _Layer,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        a: torch.Tensor,
+        *b: torch.Tensor,
+    ) -> torch.Tensor:
+        wide, bias = layer.wide, layer.bias
+        row = wide.rows.shape[1]
+        # Exactly as many columns: what `empty_rows` made for this layer, and no range of a longer row of other values.
+        fits = spare_columns(x) == wide.spare
+        trained_b = any(ctx.needs_input_grad[4:])
+        inner = project(
+            x, wide.a, layer.whole_scale, layer.drop, spare=wide.spare if fits else 0, copy=trained_b or not fits
+        )
+        if fits:
+            rows = x.as_strided((len(x), row), x.stride())
+            if residual is None:
+                y = functional.linear(rows, wide.rows, bias)
+            else:
+                y = torch.addmm(residual if bias is None else residual + bias, rows, wide.rows.t())
+        else:
+            assert inner is not None
+            y = spread(inner, wide.b.t(), None, residual, bias)
+            y.addmm_(x, wide.weight.flatten(0, -2).t())
+        drop = (
+            () if layer.drop is None else (layer.drop.counters.key, layer.drop.counters.row, layer.drop.counters.column)
+        )
+        kept_x = x if ctx.needs_input_grad[3] else None
+        ctx.save_for_backward(kept_x, inner if trained_b else None, *drop)
+        ctx.layer, ctx.version = layer, wide.version
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), layer = grads, ctx.layer
+        wide = layer.wide
+        assert wide.version == ctx.version, "an adapter was changed between a forward and its backward"
+        x, inner, *counters = ctx.saved_tensors
+        drop = layer.drop and layer.drop._replace(counters=DropoutCounters(*counters))
+        _, needs_x, needs_residual, needs_a, *needs_b = ctx.needs_input_grad
+        grad_residual = grad if needs_residual else None
+        if grad.stride(1) != 1:
+            grad = grad.contiguous()
+        grad_x = grad_a = None
+        if needs_x or needs_a:
+            grad_inner = project(grad, wide.b.t(), layer.whole_scale, None)
+            assert grad_inner is not None
+            if needs_x:
+                # The update's part first: the large GEMM adds to it and rounds last.
+                grad_x = spread(grad_inner, wide.a, drop)
+                grad_x.addmm_(grad, wide.weight.flatten(0, -2))
+            if needs_a:
+                grad_a = outer(grad_inner, x, drop, rank_first=True)
+        grad_b: list[torch.Tensor | None] = [None] * len(needs_b)
+        if any(needs_b):
+            blocks = wide.blocks(outer(inner, grad, None, rank_first=False))
+            grad_b = [
+                block.reshape(-1, block.shape[-1]) if needed else None
+                for block, needed in zip(blocks, needs_b, strict=True)
+            ]
+        return None, grad_x, grad_residual, grad_a, *grad_b
+
+
+def lora_linear(
+    x: torch.Tensor,
+    wide: WideWeight,
+    a: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    scale: float,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    dropout: InputDropout | None = None,
+) -> torch.Tensor:
+    """The layer x W^T (+ bias) (+ residual) + scale * dropout(x) A^T B^T.
+
+    If x has `wide.spare` columns of scratch memory behind its rows, they are overwritten.
+
+    Args:
+        x: [T, in].
+        wide: the frozen weight; takes in the adapters if they have changed.
+        a: A, float32 [R, in], R counting all adapted parts.
+        b: B of each adapted part, float32 [features of the part, its R].
+        scale: lora_alpha / r, or alpha / sqrt(r) (rsLoRA, Kalajdzievski 2023).
+        bias: [out], not trained.
+        residual: [T, out], in x's dtype.
+        dropout: on the update's input.
+
+    Returns:
+        [T, out] in x's dtype, which is the weight's. The gradients of A and B are float32 and not rounded before.
+    """
+    assert x.dtype == wide.buffer.dtype
+    assert x.shape[1] == wide.channels
+    if dropout is not None and is_identity(dropout.p):
+        dropout = None
+    wide.refresh(a, b)
+    if use_triton(x):
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        return _LoraLinear.apply(_Layer(wide, scale, bias, dropout), x, residual, a, *b)
+    y = functional.linear(x, wide.weight.flatten(0, -2), bias)
+    y = y if residual is None else y + residual
+    placed = x.new_zeros(wide.out, wide.rank)
+    for block, part in zip(wide.blocks(placed), b, strict=True):
+        block.copy_(part.view(block.shape))
+    return lora_update(y, x if dropout is None else drop_out(x, *dropout), a.to(x.dtype), placed, scale)
