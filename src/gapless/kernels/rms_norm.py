@@ -2,47 +2,325 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from gapless.kernels.runtime import cdiv, empty_rows, jit, launch, multiprocessors, next_power_of_2, tl, use_triton
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32, rounded once.
+WIDEST = 32768
+"""Features that a row may have on a GPU: it is held in the registers of one program."""
+
+# ---- reference ----
+
+
+def _reference_forward(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, spare: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x32 = x.float()
+    rstd = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    normed = (x32 * rstd).mul_(weight)
+    return (empty_rows(x, x.shape[1], spare).copy_(normed) if spare else normed.to(x.dtype)), rstd
+
+
+def _reference_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, wanted: tuple[bool, bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    normed = x.float() * rstd
+    grad32 = grad.float()
+    grad_x = grad_weight = None
+    if wanted[1]:
+        grad_weight = (grad32 * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    if wanted[0]:
+        # d(x rstd)/dx is rstd (I - n n^T / C) with n = x rstd.
+        grad_normed = grad32 * weight
+        inner = torch.linalg.vecdot(grad_normed, normed).unsqueeze_(-1).div_(x.shape[-1])
+        grad_x = grad_normed.addcmul_(normed, inner, value=-1).mul_(rstd).to(x.dtype)
+    return grad_x, grad_weight
+
+
+# ---- kernels: a program takes ROWS rows at a time, whole, and goes on by as many as all programs take at once ----
+
+
+@jit
+def _begin_of(row, inner, outer_stride, inner_stride):
+    """Where rows begin, in elements; 64 bits, as T C exceeds 32."""
+    return (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+
+
+@jit
+def _norm_forward(
+    x,
+    weight,
+    out,
+    rstd,
+    rows,
+    x_inner,
+    x_outer_stride,
+    x_inner_stride,
+    out_stride,
+    eps,
+    C: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    column = tl.arange(0, PADDED)[None, :]
+    inside = column < C
+    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)[:, None]
+        mask = (row < rows) & inside
+        begin = _begin_of(row, x_inner, x_outer_stride, x_inner_stride)
+        values = tl.load(x + begin + column, mask=mask, other=0.0)
+        # Here rather than before the loop, where it would be waited for before any row is asked for.
+        scale = tl.load(weight + column, mask=inside, other=0.0)
+        values = values.to(tl.float32)
+        # Columns beyond C and rows beyond the last are zeros: they add nothing, and are not stored.
+        factor = tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / C + eps)
+        tl.store(rstd + row, factor, mask=row < rows)
+        normed = values * factor * scale.to(tl.float32)
+        tl.store(out + row.to(tl.int64) * out_stride + column, normed.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _norm_backward(
+    grad,
+    x,
+    weight,
+    rstd,
+    out,
+    partial,
+    rows,
+    grad_inner,
+    grad_outer_stride,
+    grad_inner_stride,
+    x_inner,
+    x_outer_stride,
+    x_inner_stride,
+    C: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WEIGHT: tl.constexpr,
+):
+    """The gradient of x; with WEIGHT also float32 [programs, C], the part of each program in that of the weight."""
+    column = tl.arange(0, PADDED)[None, :]
+    inside = column < C
+    total = tl.zeros((ROWS, PADDED), tl.float32)
+    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)[:, None]
+        mask = (row < rows) & inside
+        begin = _begin_of(row, x_inner, x_outer_stride, x_inner_stride)
+        values = tl.load(x + begin + column, mask=mask, other=0.0)
+        begin = _begin_of(row, grad_inner, grad_outer_stride, grad_inner_stride)
+        slope = tl.load(grad + begin + column, mask=mask, other=0.0)
+        factor = tl.load(rstd + row, mask=row < rows, other=0.0)
+        scale = tl.load(weight + column, mask=inside, other=0.0)
+        normed = values.to(tl.float32) * factor
+        slope = slope.to(tl.float32)
+        if WEIGHT:
+            total += slope * normed
+        # d(x rstd)/dx is rstd (I - n n^T / C) with n = x rstd.
+        slope *= scale.to(tl.float32)
+        inner = tl.sum(slope * normed, axis=1, keep_dims=True) / C
+        slope = (slope - normed * inner) * factor
+        tl.store(out + row.to(tl.int64) * C + column, slope.to(out.dtype.element_ty), mask=mask)
+    if WEIGHT:
+        part = tl.sum(total, axis=0, keep_dims=True)
+        tl.store(partial + tl.program_id(0) * C + column, part, mask=inside)
+
+
+@jit
+def _add_partials(partial, out, programs, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add up float32 [programs, C] in a fixed order."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for begin in range(0, programs, ROWS):
+        row = begin + tl.arange(0, ROWS)[:, None]
+        total += tl.load(partial + row * C + column, mask=(row < programs) & (column < C), other=0.0)
+    total = tl.sum(total, axis=0, keep_dims=True)
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=column < C)
+
+
+# ---- launchers ----
+
+
+class _Tiles(NamedTuple):
+    """How a kernel's work is split."""
+
+    rows: int
+    """That a program has at once."""
+    warps: int
+    programs: int = 0
+    """Per multiprocessor, each taking many steps; 0 for one step each."""
+    stages: int = 1
+    """Of the loop over steps: rows of up to `stages - 1` steps are on their way to shared memory meanwhile."""
+
+
+def _tiles(kind: str, features: int, item: int) -> _Tiles:
+    """The split for "forward", "backward", or "weight" (a backward with the gradient of the weight).
+
+    Shared memory is used for sums alone, so it is the same for all chips.
 
     Args:
-        x: [..., C], any floating dtype.
-        weight: [C].
-        eps: added to the mean square.
-
-    Returns:
-        [..., C] in x's dtype, contiguous.
+        kind: of kernel.
+        features: of a row.
+        item: bytes of an element.
     """
-    return _RMSNorm.apply(x, weight, eps)
+    padded = next_power_of_2(features)
+    # A thread holds 4 vectors of 16 bytes, 32 features in bf16; more in the widest rows.
+    warps = min(max(padded * item // 2048, 1), 16)
+    if padded <= 1024:
+        return _Tiles(max(1, min(1024 // padded, 8)), 1, 16 if kind == "weight" else 0)
+    if kind == "weight":
+        return _Tiles(1, warps, max(1, 16 // warps))
+    return _Tiles(1, warps)
+
+
+class _Rows(NamedTuple):
+    """The rows of a tensor: row i begins at (i // inner) * outer_stride + (i % inner) * inner_stride."""
+
+    data: torch.Tensor
+    inner: int
+    outer_stride: int
+    inner_stride: int
+
+
+def _rows_of(x: torch.Tensor) -> _Rows:
+    """Of [..., C]: of a copy, if features do not follow one another, or rows have more than two strides."""
+    if x.ndim == 2 and x.stride(1) == 1:
+        return _Rows(x, 1, x.stride(0), 0)
+    axes: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if axes and axes[-1][1] == size * stride:
+            axes[-1] = (axes[-1][0] * size, stride)
+        elif size != 1:
+            axes.append((size, stride))
+    if len(axes) > 2 or (x.stride(-1) != 1 and x.shape[-1] > 1):
+        return _rows_of(x.contiguous())
+    if len(axes) == 2:
+        return _Rows(x, axes[1][0], axes[0][1], axes[1][1])
+    return _Rows(x, 1, axes[0][1] if axes else 0, 0)
+
+
+def _programs(tiles: _Tiles, rows: int, device: torch.device) -> int:
+    steps = cdiv(rows, tiles.rows)
+    return min(steps, tiles.programs * multiprocessors(device)) if tiles.programs else steps
+
+
+def _settings(tiles: _Tiles, features: int) -> dict[str, Any]:
+    padded = next_power_of_2(features)
+    return {"C": features, "PADDED": padded, "ROWS": tiles.rows, "STAGES": tiles.stages, "num_warps": tiles.warps}
+
+
+def _fast_forward(x: torch.Tensor, weight: torch.Tensor, eps: float, spare: int) -> tuple[torch.Tensor, torch.Tensor]:
+    features = x.shape[-1]
+    data, *strides = _rows_of(x)
+    out = empty_rows(x, features, spare) if spare else x.new_empty(x.shape)
+    rows = out.numel() // max(features, 1)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    tiles = _tiles("forward", features, x.element_size())
+    launch(
+        _norm_forward,
+        (_programs(tiles, rows, x.device),),
+        x.device,
+        data,
+        weight.contiguous(),
+        out,
+        rstd,
+        rows,
+        *strides,
+        features + spare,
+        eps,
+        **_settings(tiles, features),
+    )
+    return out, rstd
+
+
+def _fast_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, wanted: tuple[bool, bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    features, rows = x.shape[-1], rstd.shape[0]
+    x_rows, *x_strides = _rows_of(x)
+    grad_rows, *grad_strides = _rows_of(grad)
+    out = x.new_empty(x.shape)
+    tiles = _tiles("weight" if wanted[1] else "backward", features, x.element_size())
+    programs = _programs(tiles, rows, x.device)
+    partial = x.new_empty(programs, features, dtype=torch.float32) if wanted[1] else None
+    launch(
+        _norm_backward,
+        (programs,),
+        x.device,
+        grad_rows,
+        x_rows,
+        weight.contiguous(),
+        rstd,
+        out,
+        partial,
+        rows,
+        *grad_strides,
+        *x_strides,
+        WEIGHT=wanted[1],
+        **_settings(tiles, features),
+    )
+    return out if wanted[0] else None, None if partial is None else _sum_partials(partial, weight)
+
+
+def _sum_partials(partial: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    programs, features = partial.shape
+    # A dense one, whatever the weight's stride.
+    out = partial.new_empty(features, dtype=weight.dtype)
+    rows, columns = 128, 32
+    settings = {"C": features, "ROWS": rows, "COLUMNS": columns, "num_warps": 8}
+    launch(_add_partials, (cdiv(features, columns),), out.device, partial, out, programs, **settings)
+    return out
+
+
+# ---- autograd ----
 
 
 class _RMSNorm(torch.autograd.Function):
     """Saves the input and one float per row, and recomputes the normalised values in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        x32 = x.float()
-        rstd = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, spare: int, fast: bool) -> torch.Tensor:
+        out, rstd = (_fast_forward if fast else _reference_forward)(x, weight, eps, spare)
         ctx.save_for_backward(x, weight, rstd)
-        return (x32 * rstd).mul_(weight).to(x.dtype)
+        ctx.fast = fast
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
         (grad,) = grads
         x, weight, rstd = ctx.saved_tensors
-        normed = x.float() * rstd
-        grad32 = grad.float()
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = (grad32 * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[0]:
-            # d(x rstd)/dx is rstd (I - n n^T / C) with n = x rstd.
-            grad_normed = grad32 * weight
-            inner = torch.linalg.vecdot(grad_normed, normed).unsqueeze_(-1).div_(x.shape[-1])
-            grad_x = grad_normed.addcmul_(normed, inner, value=-1).mul_(rstd).to(x.dtype)
-        return grad_x, grad_weight, None
+        backward = _fast_backward if ctx.fast else _reference_backward
+        return *backward(grad, x, weight, rstd, ctx.needs_input_grad[:2]), None, None, None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, spare: int = 0) -> torch.Tensor:
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32, rounded once.
+
+    The sum of squares must be finite in float32: rows of up to about 1e19 / sqrt(C) in root mean square.
+
+    Args:
+        x: [..., C], any floating dtype.
+        weight: [C], its dtype may be another.
+        eps: added to the mean square.
+        spare: columns of scratch memory behind each row of the result (`runtime.empty_rows`), for [T, C].
+
+    Returns:
+        [..., C] in x's dtype, contiguous but for spare columns.
+
+    Raises:
+        ValueError: the weight is not [C]; spare columns without 2 dimensions; C is over `WIDEST` on a GPU.
+    """
+    features = x.shape[-1]
+    if weight.shape != (features,):
+        raise ValueError(f"the norm's weight has shape {list(weight.shape)}: rows have {features} features")
+    if spare and x.ndim != 2:
+        raise ValueError(f"spare columns need [T, C]: x has shape {list(x.shape)}")
+    fast = use_triton(x)
+    if fast and features > WIDEST:
+        raise ValueError(f"rows have {features} features: on a GPU the norm takes up to {WIDEST}")
+    return _RMSNorm.apply(x, weight, eps, spare, fast)
