@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 from cases import Rates, adamw, elementwise, flash, linear_ce, lora
 from common import FAILURES, Row, copy_rate, free_memory, medians, merge, print_table
 

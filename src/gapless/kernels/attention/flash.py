@@ -43,8 +43,8 @@ class Tiles(NamedTuple):
 # By padded head dim. Hopper's are the fastest of benchmarks/tiles/flash.py on an H200 at 2 x 8,192 tokens, causal; the
 # others are made to fit: 16-bit tensors, and for float32 half of each.
 _HOPPER = {
-    64: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
-    128: Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
+    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    128: Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 3)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
 }
 _AMPERE = {
