@@ -37,6 +37,42 @@ def test_equals_torch(chunk_tokens, upstream):
     assert (grads[0][labels == -100] == 0).all()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 3.0}, {"logit_scale": 0.3}, {"z_loss": 0.1}, {"softcap": 2.0, "logit_scale": 1.7, "z_loss": 0.02}],
+    ids=str,
+)
+def test_softcap_scale_and_z_loss(options):
+    x, weight, labels = inputs()
+    loss = linear_cross_entropy(x, weight, labels, chunk_tokens=5, **options)
+    grads = torch.autograd.grad(loss, (x, weight))
+    doubles = [t.detach().double().requires_grad_() for t in (x, weight)]
+    logits = doubles[0] @ doubles[1].t() * options.get("logit_scale", 1.0)
+    softcap = options.get("softcap")
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    exact = functional.cross_entropy(logits, labels.long(), ignore_index=-100, reduction="sum")
+    exact = exact + options.get("z_loss", 0.0) * logits.logsumexp(1)[labels != -100].square().sum()
+    torch.testing.assert_close(loss.double(), exact)
+    for grad, expected in zip(grads, torch.autograd.grad(exact, doubles), strict=True):
+        torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(x, weight, labels, **options), loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"softcap": 0.0}, "softcap"), ({"logit_scale": -1.0}, "logit_scale"), ({"chunk_tokens": 0}, "chunk_tokens")],
+    ids=str,
+)
+def test_refused(options, message):
+    x, weight, labels = inputs()
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(x, weight, labels, **options)
+    with pytest.raises(ValueError, match="shapes"):
+        linear_cross_entropy(x, weight, labels[1:])
+
+
 def test_scaled_loss_and_a_second_backward():
     """The gradient that arrives is honoured and nothing saved is written into."""
     x, weight, labels = inputs()

@@ -363,7 +363,7 @@ def _scale_kernel(x, grad, out, count, BLOCK: tl.constexpr):
 
 def _tiles(columns: int, element_size: int) -> tuple[int, int]:
     """Columns of a block, and warps: a thread has 32 bytes of a row, two loads in flight."""
-    block = min(next_power_of_2(columns), 16384 // element_size)
+    block = min(next_power_of_2(columns), 8192 if element_size == 2 else 2048)
     return block, max(1, block * element_size // 1024)
 
 
