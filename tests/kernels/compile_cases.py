@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 
-from gapless.batch import DropoutCounters
+from gapless.batch import DropoutCounters, segments
 from gapless.kernels.activation import geglu, swiglu
+from gapless.kernels.attention import attention, attention_tiles
 from gapless.kernels.cross_entropy import VocabularyShard, linear_cross_entropy
 from gapless.kernels.dropout import dropout
 from gapless.kernels.lora import InputDropout, WideWeight, lora_linear
@@ -177,3 +178,21 @@ def _() -> None:
     place = torch.zeros(20, dtype=torch.int32)
     counters = DropoutCounters(torch.tensor([1, 2], dtype=torch.int32), place, place)
     backward(dropout(tensor(20, 4096), 0.1, counters, 3, 1))
+
+
+def flash(head_dim: int, v_head_dim: int, dtype: torch.dtype = torch.bfloat16, *, sinks: bool = False, **options):
+    window = options.get("window")
+    tiles = attention_tiles(head_dim, v_head_dim, [window], dtype, "cpu")
+    documents = segments([64, 32], tiles=tiles)
+    q, k = tensor(96, 4, head_dim, dtype=dtype), tensor(96, 2, head_dim, dtype=dtype)
+    v = tensor(96, 2, v_head_dim, dtype=dtype)
+    backward(attention(q, k, v, documents, sinks=tensor(4) if sinks else None, **options))
+
+
+case("flash.128")(lambda: flash(128, 128))
+case("flash.64")(lambda: flash(64, 64))
+case("flash.features")(lambda: flash(128, 128, window=4096, softcap=30.0, sinks=True))
+case("flash.96")(lambda: flash(96, 96))
+case("flash.192")(lambda: flash(192, 128, causal=False))
+case("flash.256")(lambda: flash(256, 256))
+case("flash.float32")(lambda: flash(128, 128, torch.float32))
