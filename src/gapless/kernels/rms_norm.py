@@ -6,7 +6,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gapless.kernels.runtime import cdiv, empty_rows, jit, launch, multiprocessors, next_power_of_2, tl, use_triton
+from gapless.kernels.runtime import (
+    SHARED_MEMORY,
+    cdiv,
+    empty_rows,
+    family,
+    jit,
+    launch,
+    multiprocessors,
+    next_power_of_2,
+    tl,
+    use_triton,
+)
 
 WIDEST = 32768
 """Features that a row may have on a GPU: it is held in the registers of one program."""
@@ -157,24 +168,36 @@ class _Tiles(NamedTuple):
     """Of the loop over steps: rows of up to `stages - 1` steps are on their way to shared memory meanwhile."""
 
 
-def _tiles(kind: str, features: int, item: int) -> _Tiles:
+def _tiles(kind: str, features: int, item: int, chip: int) -> _Tiles:
     """The split for "forward", "backward", or "weight" (a backward with the gradient of the weight).
-
-    Shared memory is used for sums alone, so it is the same for all chips.
 
     Args:
         kind: of kernel.
         features: of a row.
         item: bytes of an element.
+        chip: as `runtime.family` gives it.
     """
     padded = next_power_of_2(features)
-    # A thread holds 4 vectors of 16 bytes, 32 features in bf16; more in the widest rows.
-    warps = min(max(padded * item // 2048, 1), 16)
     if padded <= 1024:
+        # A warp has rows of its own, which need no shared memory.
         return _Tiles(max(1, min(1024 // padded, 8)), 1, 16 if kind == "weight" else 0)
-    if kind == "weight":
-        return _Tiles(1, warps, max(1, 16 // warps))
-    return _Tiles(1, warps)
+    # A thread holds 4 vectors of 16 bytes of a row; more in the widest.
+    warps = min(max(padded * item // 2048, 1), 16)
+    if kind == "forward":
+        return _Tiles(1, warps)
+    if padded * item > 16384:
+        # Registers allow one program a multiprocessor; it must ask for rows while it computes.
+        return _Tiles(1, 32, 1, _stages(padded * item, 1, chip))
+    if kind == "backward":
+        return _Tiles(1, warps)
+    programs = max(1, 16 // warps)
+    return _Tiles(1, warps, programs, _stages(padded * item, programs, chip))
+
+
+def _stages(row: int, programs: int, chip: int) -> int:
+    """Up to 3, of a backward with rows of so many bytes: a stage is a row of x, one of its gradient, and the weight."""
+    room = SHARED_MEMORY[chip] // programs - 2048
+    return min(3, 1 + room // (3 * row))
 
 
 class _Rows(NamedTuple):
@@ -219,7 +242,7 @@ def _fast_forward(x: torch.Tensor, weight: torch.Tensor, eps: float, spare: int)
     out = empty_rows(x, features, spare) if spare else x.new_empty(x.shape)
     rows = out.numel() // max(features, 1)
     rstd = x.new_empty(rows, dtype=torch.float32)
-    tiles = _tiles("forward", features, x.element_size())
+    tiles = _tiles("forward", features, x.element_size(), family(x.device))
     launch(
         _norm_forward,
         (_programs(tiles, rows, x.device),),
@@ -244,7 +267,7 @@ def _fast_backward(
     x_rows, *x_strides = _rows_of(x)
     grad_rows, *grad_strides = _rows_of(grad)
     out = x.new_empty(x.shape)
-    tiles = _tiles("weight" if wanted[1] else "backward", features, x.element_size())
+    tiles = _tiles("weight" if wanted[1] else "backward", features, x.element_size(), family(x.device))
     programs = _programs(tiles, rows, x.device)
     partial = x.new_empty(programs, features, dtype=torch.float32) if wanted[1] else None
     launch(
