@@ -1,24 +1,44 @@
 """Adapted linear layers on the kernels' path against the formula, in rows with and without scratch memory."""
 
+import contextlib
 import copy
+from unittest import mock
 
 import pytest
 import torch
 
-from gapless.adapters.lora import LoraLinear
-from gapless.batch import DropoutCounters
+from gapless.adapters.lora import LoraLinear, adapter_views, apply_lora
+from gapless.adapters.merge import merged_tensors
+from gapless.batch import DropoutCounters, segments
 from gapless.config import AdapterConfig
-from gapless.kernels import lora
+from gapless.kernels import lora, skinny
 from gapless.kernels.dropout import keep_mask
 from gapless.kernels.lora import InputDropout, WideWeight, lora_linear
-from gapless.kernels.runtime import empty_rows, spare_columns
-from gapless.models.linear import DenseLinear, Part, plain_linear
-from kernels.tools import DEVICE, assert_accurate, check, guarded, kernels, reference, run
+from gapless.models.decoder import Decoder
+from gapless.models.families import decoder_config
+from gapless.models.linear import DenseLinear, Part
+from kernels.tools import DEVICE, assert_accurate, guarded, kernels, reference, run
 
 QKV = ((2, 4, 8), (Part("q_proj", 1, 0, 2), Part("k_proj", 1, 2, 1), Part("v_proj", 1, 3, 1)))
 SOME = (QKV[0], (QKV[1][0], QKV[1][2]))
 GATE_UP = ((2, 21), (Part("gate_proj", 0, 0, 1), Part("up_proj", 0, 1, 1)))
 DOWN = ((33,), (Part("down_proj", 0, 0, 33),))
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
 
 
 def counters(tokens):
@@ -48,7 +68,15 @@ def case(tokens, channels, layout, r, dtype):
     # Values that the compute copies hold exactly, so that both sides start from the same.
     a = (draw(len(parts) * r, channels) / channels**0.5).to(dtype).float()
     b = [draw(part.features(leading), r).to(dtype).float() for part in parts]
-    return draw(tokens, channels).to(dtype), weight, draw(tokens, out).to(dtype), draw(out).to(dtype), a, b, draw(tokens, out)
+    return (
+        draw(tokens, channels).to(dtype),
+        weight,
+        draw(tokens, out).to(dtype),
+        draw(out).to(dtype),
+        a,
+        b,
+        draw(tokens, out),
+    )
 
 
 def formula(layout, r, scale, p, first):
@@ -82,8 +110,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("wide_rows", [True, False])
+@pytest.mark.parametrize(
+    ("wide_rows", "dtype"),
+    [(True, torch.bfloat16), (False, torch.bfloat16), (False, torch.float16), (True, torch.float32)],
+)
 @pytest.mark.parametrize(("tokens", "channels", "layout", "r", "p", "first"), CASES)
 def test_against_float64(tokens, channels, layout, r, p, first, wide_rows, dtype):
     x, weight, residual, bias, a, b, upstream = case(tokens, channels, layout, r, dtype)
@@ -109,3 +139,195 @@ def test_against_float64(tokens, channels, layout, r, p, first, wide_rows, dtype
     assert all(leaf.grad.dtype == torch.float32 for leaf in leaves[2:])
     if wide_rows:
         assert not rows.as_strided((tokens, wide.spare - wide.rank), rows.stride(), channels + wide.rank).any()
+
+
+def in_pieces(kind, device, tokens, channels, element_size):
+    """Tiles that cut every sum into several pieces, some of them empty."""
+    return skinny._Tiles(16, 32, 1, 4, 2) if kind == "spread" else skinny._Tiles(16, 16, 3, 4, 2)
+
+
+@pytest.mark.parametrize(("wide_rows", "p"), [(True, 0.3), (False, 0.0)])
+def test_sums_in_pieces(wide_rows, p):
+    with mock.patch.object(skinny, "_tiles", in_pieces):
+        test_against_float64(21, 40, QKV, 6, p, 1, wide_rows, torch.float32)
+        test_against_float64(40, 50, DOWN, 3, p, 0, wide_rows, torch.bfloat16)
+
+
+def test_values_that_are_not_finite_stay_in_their_row():
+    """The scratch columns of a row with an infinity are zeros all the same, not infinity times zero."""
+    x, weight, _, _, a, b, _ = case(9, 40, DOWN, 5, torch.float32)
+    x[4, 3] = torch.inf
+    with kernels():
+        wide = WideWeight(weight, 5, DOWN[1])
+        for spare in (wide.spare, 0):
+            rows = in_rows(x, spare)
+            y = lora_linear(rows, wide, a, b, 1.0)
+            assert not y[4].isfinite().any()
+            assert y[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
+            if spare:
+                assert not rows.as_strided((9, spare - 5), rows.stride(), 45).any()
+
+
+@pytest.mark.parametrize("trained", ["x", "a", "b", "residual"])
+def test_only_what_is_asked_for_is_computed(trained):
+    x, weight, residual, _, a, b, upstream = case(9, 40, GATE_UP, 5, torch.float32)
+    leaves = {"x": x, "residual": residual, "a": a, "b": b[1]}
+    leaves[trained].requires_grad_()
+    products = {"x": {"project", "spread"}, "a": {"project", "outer"}, "b": {"outer"}, "residual": set()}
+    with kernels(), contextlib.ExitStack() as stack:
+        y = lora_linear(x, WideWeight(weight, 10, GATE_UP[1]), a, b, 1.0, residual=residual)
+        spies = {
+            name: stack.enter_context(mock.patch.object(lora, name, wraps=getattr(skinny, name)))
+            for name in ("project", "spread", "outer")
+        }
+        y.backward(upstream)
+    assert {name for name, spy in spies.items() if spy.called} == products[trained]
+    assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [trained]
+
+
+def test_no_tokens():
+    _, weight, _, _, a, b, _ = case(3, 40, QKV, 4, torch.float32)
+    x = torch.empty(0, 40, device=DEVICE, requires_grad=True)
+    a.requires_grad_()
+    with kernels():
+        y = lora_linear(x, WideWeight(weight, 12, QKV[1]), a, b, 1.0)
+        y.sum().backward()
+    assert y.shape == (0, 64)
+    assert x.grad.shape == (0, 40)
+    assert not a.grad.any()
+
+
+# ---- the module ----
+
+
+def layer(*, bias=False, p=0.0):
+    """An adapted layer of queries, keys and values, of which two are adapted."""
+    torch.manual_seed(3)
+    base = DenseLinear(40, *QKV, bias=bias, device=DEVICE).requires_grad_(False)
+    if base.bias is not None:
+        base.bias.normal_()
+    adapted = LoraLinear(base, SOME[1], AdapterConfig(r=4, lora_dropout=p), layer=3, site=1)
+    for parameter in (adapted.lora_a, *adapted.lora_b.values()):
+        torch.nn.init.normal_(parameter, std=0.3)
+    return adapted
+
+
+def step(module, x, spare):
+    """Output, and the gradients of x and of the parameters."""
+    leaf = x.detach().clone().requires_grad_()
+    module.zero_grad()
+    out = module(in_rows(leaf, spare), counters=counters(len(x)))
+    out.square().sum().backward()
+    return [out.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters() if p.requires_grad)]
+
+
+def assert_close(ours, theirs, share=1e-5):
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=share * other.abs().max().item())
+
+
+def assert_same(module, x):
+    """A layer does on both paths the same; its step on the kernels'."""
+    with kernels():
+        ours = step(module, x, module.spare)
+    with reference():
+        assert_close(ours, step(module, x, 0))
+    return ours
+
+
+@pytest.mark.parametrize(("bias", "p"), [(False, 0.0), (True, 0.4)])
+def test_a_layer_equals_its_reference(bias, p):
+    module = layer(bias=bias, p=p)
+    x = torch.randn(7, 40, device=DEVICE)
+    with reference():
+        assert module.spare == 0
+        expected = step(module, x, 0)
+        weight = module.dequantize()
+    with kernels():
+        assert module.spare == 24
+        for spare in (24, 0, 8):
+            assert_close(step(module, x, spare), expected)
+    assert module.base.weight.shape == (2, 4, 8, 40)
+    assert not module.base.weight.is_contiguous()
+    assert torch.equal(module.dequantize(), weight)
+    with reference():  # the weight is a view of the buffer now
+        assert_close(step(module, x, 0), expected)
+        halves = [module.shard(0, rank, 2)(x, counters=counters(7)) for rank in range(2)]
+        assert_close([torch.cat(halves, 1)], expected[:1])
+
+
+def test_what_kernels_do_not_take():
+    module, x = layer(), torch.randn(7, 40, device=DEVICE)
+    with kernels():
+        module.base.weight.requires_grad_(True)
+        assert module.spare == 0
+        step(module, x, 0)
+        assert module.base.weight.grad is not None
+        module.base.weight.requires_grad_(False)
+        module.gathered = True
+        assert module.spare == 0
+        step(module, x, 0)
+    assert module.base.weight.is_contiguous()
+
+
+def test_a_change_of_an_adapter_is_seen():
+    module, x = layer(), torch.randn(7, 40, device=DEVICE)
+    assert_same(module, x)
+    for parameter in (module.lora_a, *module.lora_b.values()):
+        parameter.detach().mul_(1.5)  # as an optimizer does: by another name, in place
+        assert_same(module, x)
+    copies = module._wide.version
+    assert_same(module, x)
+    assert module._wide.version is copies
+
+
+def test_copies_moves_and_loaded_weights():
+    module, x = layer(), torch.randn(7, 40, device=DEVICE)
+    first = assert_same(module, x)
+    copied = copy.deepcopy(module)
+    copied.base.weight.mul_(2)
+    assert_close(assert_same(module, x), first)
+    assert not torch.allclose(assert_same(copied, x)[0], first[0])
+    assert copied.base.weight.untyped_storage().data_ptr() != module.base.weight.untyped_storage().data_ptr()
+    module.base.load_state_dict(copied.base.state_dict())
+    assert_close(assert_same(module, x), assert_same(copied, x))
+    module.double().float()
+    assert_close(assert_same(module, x), assert_same(copied, x))
+
+
+def test_a_change_between_forward_and_backward_is_refused():
+    module, x = layer(), torch.randn(7, 40, device=DEVICE)
+    with kernels():
+        out = module(x)
+        module.lora_a.detach().mul_(2)
+        module(x)
+        with pytest.raises(AssertionError, match="changed between"):
+            out.sum().backward()
+
+
+def test_a_decoder_takes_the_rows_with_scratch_memory():
+    """Every adapted layer of a decoder is given them, and its step agrees with the reference's."""
+    torch.manual_seed(1)
+    model = Decoder(decoder_config(LLAMA, None), device=DEVICE)
+    apply_lora(model, AdapterConfig(r=4), seed=3)
+    generator = torch.Generator().manual_seed(4)
+    for view in adapter_views(model):
+        view.write(view.parameter, view.shape[1] ** -0.5 * torch.randn(view.shape, generator=generator))
+    upstream = torch.randn(19, 48, generator=generator).to(DEVICE)
+    tokens = torch.randint(0, 256, (19,), dtype=torch.int32, device=DEVICE)
+    results = []
+    with mock.patch.object(lora, "project", wraps=skinny.project) as spy:
+        for path in (kernels, reference):
+            with path():
+                layout = model.batch_layout(rows=1, row_tokens=19, row_documents=2)
+                where = segments([12, 7], max_documents=layout.max_documents, tiles=layout.tiles, device=DEVICE)
+                model.zero_grad()
+                out = model(tokens, where)
+                out.backward(upstream)
+            results.append([out.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert_close(*results, 1e-3)  # rounding, which two layers amplify
+    assert sum(call.kwargs.get("spare", 0) > 0 for call in spy.call_args_list) == 4 * len(model.layers)
+    with kernels():
+        merged = dict(merged_tensors(model))
+    with reference():
+        assert all(torch.equal(tensor, merged[name]) for name, tensor in merged_tensors(model))

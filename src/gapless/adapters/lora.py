@@ -2,8 +2,9 @@
 
 A fused layer (qkv, gate_up) carries one adapter per adapted part. Their A matrices are one parameter [P R, in], so that
 the input they share is read once; each B is a parameter of its own in its part's shape, placed into the rows of the
-fused output when used. Parameters are float32; a forward casts them to the dtype of the activations and their gradients
-come back in float32.
+fused output when used. Parameters are float32; a forward uses copies in the dtype of the activations and their
+gradients come back in float32. Where kernels run, the copies lie in one buffer with the frozen weight, which becomes a
+view of it (`kernels.lora.WideWeight`), and are renewed when a parameter has changed.
 
 Dropout falls on the adapters' input and is counter-based; the parts of a fused layer share one mask, where PEFT draws
 one for each. All else is as in PEFT, whose names and shapes the files have.
@@ -22,7 +23,8 @@ from torch import nn
 from gapless.batch import DropoutCounters
 from gapless.config import AdapterConfig
 from gapless.kernels.dropout import dropout
-from gapless.kernels.lora import lora_update
+from gapless.kernels.lora import InputDropout, WideWeight, lora_linear, lora_update
+from gapless.kernels.runtime import runs_kernels
 from gapless.models.decoder import Decoder, Embedding
 from gapless.models.families import names
 from gapless.models.linear import Cut, DenseLinear, Linear, Part
@@ -43,6 +45,10 @@ _LINEARS = {
 
 class LoraLinear(Linear):
     """A linear layer with adapters on some of its parts."""
+
+    gathered = False
+    """Whether FSDP2 lends the layer its parameters for each forward: memory that is no place for a buffer's view."""
+    _wide: WideWeight | None = None
 
     def __init__(self, base: Linear, adapted: Iterable[Part], config: AdapterConfig, *, layer: int, site: int) -> None:
         """Wrap a layer; A and B are zero until `reset`.
@@ -82,11 +88,45 @@ class LoraLinear(Linear):
             residual: [T, out], added to the result.
             counters: of the batch's tokens; needed when training with dropout.
         """
-        y = self.base(x, residual)
+        drop = None
         if self.training and self.dropout:
             assert counters is not None, "dropout takes its bits from the batch: Segments.dropout"
-            x = dropout(x, self.dropout, counters, self.layer, self.site, self.input_range[0])
+            drop = InputDropout(self.dropout, counters, self.layer, self.site, self.input_range[0])
+        base = self._widened(x.dtype)
+        if base is not None:
+            b = [self.lora_b[part.name] for part in self.adapted]
+            bias = None if base.bias is None else base.bias.flatten()
+            wide = self._wide_weight(base)
+            return lora_linear(x, wide, self.lora_a, b, self.scale, bias=bias, residual=residual, dropout=drop)
+        y = self.base(x, residual)
+        if drop is not None:
+            x = dropout(x, *drop)
         return lora_update(y, x, self.lora_a.to(x.dtype), self.placed_b(x.dtype), self.scale)
+
+    @property
+    def spare(self) -> int:
+        """See `Linear.spare`."""
+        base = self._widened(None)
+        return 0 if base is None else WideWeight.spare_for(self.in_features, len(self.lora_a))
+
+    def _widened(self, dtype: torch.dtype | None) -> DenseLinear | None:
+        """The base, if `lora_linear` can take it and inputs of a dtype (None: of the base's own)."""
+        base = self.base
+        if not isinstance(base, DenseLinear) or self.gathered or not runs_kernels(base.weight.device):
+            return None
+        frozen = not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
+        return base if frozen and dtype in (None, base.weight.dtype) else None
+
+    def _wide_weight(self, base: DenseLinear) -> WideWeight:
+        """The buffer that the base's weight is a view of; a new one where memory of another kind has taken its place.
+
+        That happens when a layer is copied or moved to another device.
+        """
+        if self._wide is None or not self._wide.holds(base.weight):
+            self._wide = None  # before another is made
+            self._wide = WideWeight(base.weight.detach(), len(self.lora_a), self.adapted)
+            base.weight.data = self._wide.weight
+        return self._wide
 
     @property
     def input_range(self) -> tuple[int, int]:

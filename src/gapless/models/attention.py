@@ -74,6 +74,6 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
             key_segments = cache.segments
-        out = attention(q, k, v, segments, key_segments, window=self.window)
+        out = attention(q, k, v, segments, key_segments, window=self.window, spare=self.out.spare)
         assert isinstance(out, torch.Tensor)
         return self.out(out.flatten(1), residual, segments.dropout)

@@ -53,8 +53,9 @@ class DecoderLayer(nn.Module):
         self, x: torch.Tensor, segments: Segments, rotary: RotaryTable, cache: KeyValueCache | None = None
     ) -> torch.Tensor:
         """Apply to the stream: x [T, H] -> [T, H]."""
-        x = self.attention(self.attention_norm(x), x, segments, rotary, cache)
-        return self.mlp(self.mlp_norm(x), x, segments.dropout)
+        normed = self.attention_norm(x, self.attention.qkv.spare)
+        x = self.attention(normed, x, segments, rotary, cache)
+        return self.mlp(self.mlp_norm(x, self.mlp.gate_up.spare), x, segments.dropout)
 
 
 class Decoder(nn.Module):

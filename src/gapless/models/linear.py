@@ -73,6 +73,11 @@ class Linear(nn.Module):
         """
         raise NotImplementedError
 
+    @property
+    def spare(self) -> int:
+        """Columns of scratch memory that `forward` would like behind the rows of x (`kernels.runtime.empty_rows`)."""
+        return 0
+
     def dequantize(self) -> torch.Tensor:
         """The weight as [out, in], rows in storage order."""
         raise NotImplementedError

@@ -32,4 +32,5 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, counters: DropoutCounters | None = None) -> torch.Tensor:
         """Apply to x [T, H] and add residual [T, H]: [T, H]."""
-        return self.down(swiglu(self.gate_up(x, counters=counters)), residual, counters)
+        active = swiglu(self.gate_up(x, counters=counters), spare=self.down.spare)
+        return self.down(active, residual, counters)

@@ -18,6 +18,6 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(features, dtype=dtype, device=device))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x [..., C]."""
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: torch.Tensor, spare: int = 0) -> torch.Tensor:
+        """Normalise x [..., C]; `spare` as in `rms_norm`."""
+        return rms_norm(x, self.weight, self.eps, spare=spare)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gapless.adapters.lora import LoraLinear
 from gapless.config import ParallelConfig
 from gapless.models.decoder import Decoder
 from gapless.models.linear import DenseLinear
@@ -234,6 +235,9 @@ def _shard_group(
         mp_policy=precision,
         ignored_params=None if shard_frozen else frozen,
     )
+    for layer in content.modules():
+        if isinstance(layer, LoraLinear):
+            layer.gathered = True
 
 
 def before_backward(model: Decoder, *, last: bool, zero_stage: int) -> None:

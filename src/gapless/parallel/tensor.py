@@ -199,6 +199,11 @@ class ColumnParallelLinear(_ParallelLinear):
         assert residual is None
         return self.inner(self.region.enter(x), None, counters)
 
+    @property
+    def spare(self) -> int:
+        """The piece's, unless other ranks' tokens are put beside these first."""
+        return 0 if self.region.sequence_parallel else self.inner.spare
+
 
 class RowParallelLinear(_ParallelLinear):
     """A layer cut by input: tokens leave the region behind it."""
@@ -215,6 +220,11 @@ class RowParallelLinear(_ParallelLinear):
         """
         y = self.region.leave(self.inner(x, None, counters))
         return y if residual is None else y + residual
+
+    @property
+    def spare(self) -> int:
+        """The piece's."""
+        return self.inner.spare
 
 
 class VocabularyParallelEmbedding(Embedding):
@@ -267,9 +277,9 @@ class HeadNorm(RMSNorm):
         super().__init__(len(norm.weight), norm.eps, dtype=norm.weight.dtype, device="meta")
         self.weight, self.region = norm.weight, region
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, spare: int = 0) -> torch.Tensor:
         """Normalise x [T, H], or [T / size, H] with sequence parallelism: [T, H]."""
-        return self.region.enter(super().forward(x))
+        return self.region.enter(super().forward(x, spare))
 
 
 def _vocabulary_range(vocab: int, rank: int, size: int) -> tuple[int, int]:
