@@ -7,7 +7,7 @@ import types
 import typing
 from pathlib import Path
 
-from gapless.config_file import ALIASES, DEFAULTS, HINTS, RANGES, SECTIONS
+from gapless.config_file import ALIASES, DEFAULTS, HINTS, RANGES, SECTIONS, VALUES
 
 DOCS = Path(__file__).parent
 SOURCE = DOCS.parent / "src" / "gapless"
@@ -74,6 +74,9 @@ def key_tables() -> str:
         names = [alias for alias, target in ALIASES.items() if target == home]
         if names:
             lines.append(f"- {', '.join(f'`{name}`' for name in names)}: `{home}`")
+    for home, values in VALUES.items():
+        pairs = [f"`{name}` for `{value}`" for name, value in values.items()]
+        lines.append(f"- `{home}` takes {', '.join(pairs)}")
     return "\n".join(lines) + "\n"
 
 

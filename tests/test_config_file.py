@@ -99,6 +99,20 @@ def test_aliases_and_their_note(tmp_path, capsys):
     assert any("lora_r is read as adapter.r" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('optim = "adamw_8bit"', "adamw_8bit"),
+        ('optim = "adamw_bnb_8bit"', "adamw_8bit"),
+        ('optimizer = "adamw_torch_fused"', "adamw"),
+        ('optimizer = "adamw_8bit"', "adamw_8bit"),
+    ],
+)
+def test_optimizers_have_the_names_of_other_tools(tmp_path, capsys, line, expected):
+    assert load_config(write(tmp_path, MINIMAL.replace("[model]", f"{line}\n[model]"))).optim.optim == expected
+    assert "is read as" in capsys.readouterr().err
+
+
 def test_yaml_scalars_are_what_they_look_like(tmp_path):
     text = """
     model: {path: no}
@@ -176,6 +190,7 @@ REFUSED = [
     ("[optim]\npure_bf16 = true", "optim.pure_bf16: needs full fine-tuning"),
     ('dtype = "fp32"\n[adapter]\ntype = "none"\n[optim]\npure_bf16 = true', "optim.pure_bf16: contradicts model.dtype"),
     ("[optim]\nwarmup_steps = 3\nwarmup_ratio = 0.1", "optim.warmup_ratio: contradicts optim.warmup_steps"),
+    ('[optim]\noptim = "paged_adamw_8bit"', "optim.optim: must be"),
     ("[optim]\ndecay_ratio = 0.1", 'optim.decay_ratio: has no effect because optim.lr_scheduler_type is "cosine"'),
     ("max_length = 1", "data.max_length: must be at least 2, not 1"),
     ("packing = false\nmax_documents = 3", "data.max_documents: has no effect because data.packing is false"),

@@ -79,6 +79,8 @@ class AdapterConfig:
 class OptimConfig:
     """AdamW, its schedule and the clip."""
 
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit: moments in 8 bits, 2 bytes for a parameter instead of 8; those of embeddings stay in float32."""
     learning_rate: float = 2e-4
     """Peak learning rate."""
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "cosine"

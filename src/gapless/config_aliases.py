@@ -23,6 +23,7 @@ ALIASES: dict[str, str] = {
     "lora_target_modules": "adapter.target_modules",
     "lora_target": "adapter.target_modules",
     "lora_modules_to_save": "adapter.modules_to_save",
+    "optimizer": "optim.optim",
     "lr": "optim.learning_rate",
     "lr_scheduler": "optim.lr_scheduler_type",
     "gradient_clipping": "optim.max_grad_norm",
@@ -38,3 +39,12 @@ ALIASES: dict[str, str] = {
     "eval_batch_size": "training.per_device_eval_batch_size",
 }
 """Name there: `section.key` here."""
+
+VALUES: dict[str, dict[str, str]] = {
+    "optim.optim": {
+        "adamw_torch": "adamw",
+        "adamw_torch_fused": "adamw",
+        "adamw_bnb_8bit": "adamw_8bit",
+    },
+}
+"""Values there: values here, by `section.key`."""

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from gapless.arguments import parse_options
 from gapless.config import RunConfig
-from gapless.config_aliases import ALIASES
+from gapless.config_aliases import ALIASES, VALUES
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 HINTS: dict[str, Any] = {
@@ -46,7 +46,7 @@ _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 _EPOCHS = "training.num_train_epochs"
 PATHS = ("model.path", "data.train", "data.eval", "data.chat_template", "data.cache_dir", "training.output_dir")
 
-_SECTION_AS_KEY = {"model": "model.path", "data": "data.train", "adapter": "adapter.type"}
+_SECTION_AS_KEY = {"model": "model.path", "data": "data.train", "adapter": "adapter.type", "optim": "optim.optim"}
 _DTYPES = {True: "bf16", False: "fp32"}
 _ALIAS_VALUES: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda value: _DTYPES[_TRUTH[str(value).lower()]] if str(value).lower() in _TRUTH else value,
@@ -303,6 +303,10 @@ class _Reading:
             self.problem(spelled, f"sets {home}, which {self.spellings[home]} has set already; keep one of them")
             return
         self.spellings[home] = spelled
+        known = VALUES.get(home, {}).get(value) if isinstance(value, str) else None
+        if known is not None:
+            print(f'note: {self.path}: {spelled} = "{value}" is read as "{known}"', file=sys.stderr)
+            value = known
         try:
             self.values[home] = _convert(value, HINTS[home], words=self.path.suffix != ".toml")
         except ValueError as error:

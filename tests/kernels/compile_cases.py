@@ -12,10 +12,12 @@ import torch
 
 from gapless.batch import DropoutCounters, segments
 from gapless.kernels.activation import geglu, swiglu
+from gapless.kernels.adamw import Entry, TensorList, prepare
 from gapless.kernels.attention import attention, attention_tiles
 from gapless.kernels.cross_entropy import VocabularyShard, linear_cross_entropy
 from gapless.kernels.dropout import dropout
 from gapless.kernels.lora import InputDropout, WideWeight, lora_linear
+from gapless.kernels.quantized_state import QuantizedMoment
 from gapless.kernels.rms_norm import rms_norm
 from gapless.kernels.rope import rotary_table, rotate_qkv
 from gapless.kernels.runtime import empty_rows
@@ -196,3 +198,27 @@ case("flash.96")(lambda: flash(96, 96))
 case("flash.192")(lambda: flash(192, 128, causal=False))
 case("flash.256")(lambda: flash(256, 256))
 case("flash.float32")(lambda: flash(128, 128, torch.float32))
+
+
+def optimizer_step(
+    master: torch.dtype, copy: torch.dtype | None = None, *, eight: bool = False, start: int = 0, count: int = 8192
+) -> None:
+    """`start`: elements between an aligned address and the tensors."""
+
+    def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(start + count, dtype=dtype)[start:]
+
+    first, second = values(), values()
+    moments = (QuantizedMoment.zeros(first, True), QuantizedMoment.zeros(first, False)) if eight else (first, second)
+    entry = Entry(values(), values(master), None if copy is None else values(copy), *moments, True)
+    tensors = TensorList([entry], torch.device("cpu"))
+    norm, one = tensors.squares(torch.ones(1, dtype=torch.int32)), torch.ones(())
+    control, _ = prepare(one, norm, one.clone(), torch.tensor(True), one.clone(), 1.0, (0.9, 0.999))
+    tensors.update(control, 0.1, 1e-8, (0.9, 0.999))
+
+
+case("adamw.bf16")(lambda: optimizer_step(torch.float32, torch.bfloat16))
+case("adamw.8bit")(lambda: optimizer_step(torch.float32, torch.bfloat16, eight=True))
+case("adamw.float32")(lambda: optimizer_step(torch.float32))
+case("adamw.pure_bf16")(lambda: optimizer_step(torch.bfloat16))
+case("adamw.unaligned")(lambda: optimizer_step(torch.float32, start=1))

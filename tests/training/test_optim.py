@@ -1,12 +1,14 @@
 """AdamW against torch.optim.AdamW, and what a bad step must not do."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gapless.config import OptimConfig
+from gapless.kernels.quantized_state import QuantizedMoment
 from gapless.training.optim import AdamW, state_shapes
 
 ONE = torch.ones(())
@@ -185,6 +187,98 @@ def test_state_goes_out_and_in_under_its_names(dtype):
     optimizer.step(ONE, torch.tensor(1e-2))
     other.step(ONE, torch.tensor(1e-2))
     assert_same_bits(snapshot(other), snapshot(optimizer))
+
+
+# ---- moments in 8 bits ----
+
+EIGHT = OptimConfig(optim="adamw_8bit", weight_decay=0.1)
+
+
+@dataclass
+class PartView(PlainView):
+    """Some rows of a fused parameter."""
+
+    start: int = 0
+    end: int = 0
+
+    def view(self, tensor):
+        return tensor[self.start : self.end]
+
+
+def make_large_views(dtype=torch.float32) -> list[PlainView]:
+    """A fused parameter in two parts, whose border is within a block of 256, a small one, an embedding."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator).to(dtype) for shape in ((63, 67), (40, 10), (100, 50))]
+    fused, small, embedding = (nn.Parameter(weight) for weight in weights)
+    return [
+        PartView("q.weight", fused, start=0, end=20),
+        PartView("k.weight", fused, start=20, end=63),
+        PlainView("small.weight", small),
+        PlainView("model.embed_tokens.weight", embedding),
+    ]
+
+
+def train(views, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        backward(views, 1.0 + step)
+        optimizer.step(ONE, torch.tensor(1e-2))
+
+
+@pytest.mark.parametrize(("dtype", "pure"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_8bit_moments_resume_with_the_same_bits(dtype, pure):
+    config = dataclasses.replace(EIGHT, pure_bf16=pure)
+    views, copies = make_large_views(dtype), make_large_views(dtype)
+    optimizer, other = AdamW(views, config), AdamW(copies, config)
+    train(views, optimizer, 3)
+    state = state_of(optimizer)
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == state_shapes(views, config)
+    assert all(tensor.dtype == torch.float32 for name, tensor in state.items() if name.startswith("exp_avg"))
+    other.load(lambda name, _: state[name], int(optimizer.step_count))
+    assert_same_bits(snapshot(other), snapshot(optimizer))
+    train(views, optimizer, 3, first=3)
+    train(copies, other, 3, first=3)
+    assert_same_bits(snapshot(other), snapshot(optimizer))
+
+
+def test_large_parameters_but_embeddings_have_8bit_moments():
+    views = make_large_views()
+    optimizer = AdamW(views, EIGHT)
+    kinds = [type(moment) for group in optimizer._groups for moment in (*group.exp_avgs, *group.exp_avg_sqs)]
+    assert kinds == [QuantizedMoment, Tensor, Tensor] * 2
+    moment = optimizer._groups[0].exp_avgs[0]
+    assert moment.codes.nbytes == 63 * 67
+    assert moment.scales.nbytes == 4 * -(-63 * 67 // 256)
+
+
+def test_a_bad_step_leaves_8bit_moments_alone():
+    views = make_large_views()
+    optimizer = AdamW(views, EIGHT)
+    train(views, optimizer, 2)
+    before = snapshot(optimizer)
+    backward(views)
+    optimizer.step(torch.tensor(float("nan")), torch.tensor(1e-2))
+    assert_same_bits(snapshot(optimizer), before)
+
+
+def test_8bit_moments_train_like_float32():
+    """A small network; the losses of 30 steps."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(256, 64, generator=generator), torch.randn(256, 16, generator=generator)
+    losses = {}
+    for kind in ("adamw", "adamw_8bit"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 16))
+        views = [PlainView(name, parameter) for name, parameter in model.named_parameters()]
+        optimizer = AdamW(views, OptimConfig(optim=kind))
+        losses[kind] = []
+        for _ in range(30):
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step(loss.detach(), torch.tensor(2e-3))
+            losses[kind].append(loss.item())
+    assert losses["adamw"][-1] < 0.7 * losses["adamw"][0]
+    assert losses["adamw_8bit"] != losses["adamw"]
+    assert losses["adamw_8bit"] == pytest.approx(losses["adamw"], rel=0.01)
 
 
 def test_gradients_are_cleared_and_returned():

@@ -2,9 +2,9 @@
 
 The kernels find the tensors through a table of their addresses, so that hundreds of small adapters cost what one tensor
 of their size costs. An update reads gradient, master and moments once, writes master, moments and the low-precision
-copy, and clears the gradient: 30 bytes for each parameter of a bf16 model. Decoupled weight decay as in Loshchilov and
-Hutter 2019 ("Decoupled Weight Decay Regularization", algorithm 2). The reference is `torch._fused_adamw_`, which
-`gapless.training.optim` runs on a CPU; the formulas and their order are the same.
+copy, and clears the gradient: 30 bytes for each parameter of a bf16 model, 22 with moments in 8 bits. Decoupled weight
+decay as in Loshchilov and Hutter 2019 ("Decoupled Weight Decay Regularization", algorithm 2). The reference is
+`torch._fused_adamw_`, which `gapless.training.optim` runs on a CPU; the formulas and their order are the same.
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gapless.kernels.quantized_state import (
+    STATE_BLOCK,
+    QuantizedMoment,
+    dequantize_tile,
+    limits,
+    quantize_tile,
+)
 from gapless.kernels.runtime import cdiv, family, jit, launch, tl
 
-_COLUMNS = 7
-"""Of a tensor's row in the table: addresses of gradient, master, copy and both moments; elements; whether it decays."""
+_COLUMNS = 9
+"""Of a tensor's row in the table: addresses of gradient, master, copy, both moments and their scales; elements; whether
+it decays."""
 
 
 @jit
@@ -61,7 +69,7 @@ def _squares_kernel(
     """The sum of the squares of each block's gradients; 0 where the tensor is not counted."""
     item = tl.program_id(0).to(tl.int64)
     tensor, row, first = _locate(table, tensors, item, COLUMNS, BLOCK)
-    count = tl.load(row + 5) - first
+    count = tl.load(row + 7) - first
     offsets = tl.arange(0, BLOCK)
     total = 0.0
     if tl.load(counted + tensor) != 0:
@@ -143,7 +151,7 @@ def _update_block(
         masters = _pointer(row, 1, first, MASTER, ALIGNED)
         exp_avgs = _pointer(row, 3, first, tl.float32, ALIGNED)
         exp_avg_sqs = _pointer(row, 4, first, tl.float32, ALIGNED)
-        decay = tl.load(control + 2) * weight_decay * tl.load(row + 6).to(tl.float32)
+        decay = tl.load(control + 2) * weight_decay * tl.load(row + 8).to(tl.float32)
         master, m, v = adamw_step(
             _read(masters, offsets, count, FULL).to(tl.float32),
             _read(grad, offsets, count, FULL) * tl.load(control + 1),
@@ -167,12 +175,66 @@ def _update_kernel(
     """AdamW of a block, if the step is made; its gradient is cleared either way."""
     item = tl.program_id(0).to(tl.int64) + start
     _, row, first = _locate(table, tensors, item, COLUMNS, BLOCK)
-    count = tl.load(row + 5) - first
+    count = tl.load(row + 7) - first
     settings = (control, weight_decay, eps, rest1, rest2)
     if count >= BLOCK:
         _update_block(row, first, count, *settings, MASTER, COPY, ALIGNED, BLOCK, True)
     else:
         _update_block(row, first, count, *settings, MASTER, COPY, ALIGNED, BLOCK, False)
+
+
+@jit
+def _update_8bit_block(
+    row, first, count, control, weight_decay, eps, rest1, rest2, MASTER: tl.constexpr, COPY: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, LIMITS1: tl.constexpr, LIMITS2: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.arange(0, BLOCK // SCALED)
+    offsets = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+    grad = _pointer(row, 0, first, tl.float32, ALIGNED)
+    if tl.load(control) != 0:
+        masters = _pointer(row, 1, first, MASTER, ALIGNED)
+        exp_avgs = _pointer(row, 3, first, tl.uint8, ALIGNED)
+        exp_avg_sqs = _pointer(row, 4, first, tl.uint8, ALIGNED)
+        scales1 = _pointer(row, 5, first // SCALED, tl.float32, False)
+        scales2 = _pointer(row, 6, first // SCALED, tl.float32, False)
+        ends = tl.cdiv(count, SCALED)
+        scale1, scale2 = _read(scales1, blocks, ends, FULL), _read(scales2, blocks, ends, FULL)
+        decay = tl.load(control + 2) * weight_decay * tl.load(row + 8).to(tl.float32)
+        master, m, v = adamw_step(
+            _read(masters, offsets, count, FULL).to(tl.float32),
+            _read(grad, offsets, count, FULL) * tl.load(control + 1),
+            dequantize_tile(_read(exp_avgs, offsets, count, FULL), scale1, True, LIMITS1),
+            dequantize_tile(_read(exp_avg_sqs, offsets, count, FULL), scale2, False, LIMITS2),
+            decay, tl.load(control + 3), tl.load(control + 4), eps, rest1, rest2,
+        )  # fmt: skip
+        _write(masters, offsets, master, count, FULL)
+        if COPY is not None:
+            _write(_pointer(row, 2, first, COPY, ALIGNED), offsets, master, count, FULL)
+        codes, scale1 = quantize_tile(m, True, LIMITS1)
+        _write(exp_avgs, offsets, codes, count, FULL)
+        _write(scales1, blocks, scale1, ends, FULL)
+        codes, scale2 = quantize_tile(v, False, LIMITS2)
+        _write(exp_avg_sqs, offsets, codes, count, FULL)
+        _write(scales2, blocks, scale2, ends, FULL)
+    _write(grad, offsets, tl.zeros((BLOCK // SCALED, SCALED), tl.float32), count, FULL)
+
+
+@jit
+def _update_8bit_kernel(
+    table, tensors, start, control, weight_decay, eps, rest1, rest2, COLUMNS: tl.constexpr,
+    MASTER: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    LIMITS1: tl.constexpr, LIMITS2: tl.constexpr,
+):  # fmt: skip
+    """The same with moments in 8 bits, whose limits are those of `quantized_state.limits`."""
+    item = tl.program_id(0).to(tl.int64) + start
+    _, row, first = _locate(table, tensors, item, COLUMNS, BLOCK)
+    count = tl.load(row + 7) - first
+    settings = (control, weight_decay, eps, rest1, rest2)
+    if count >= BLOCK:
+        _update_8bit_block(row, first, count, *settings, MASTER, COPY, ALIGNED, BLOCK, SCALED, LIMITS1, LIMITS2, True)
+    else:
+        _update_8bit_block(row, first, count, *settings, MASTER, COPY, ALIGNED, BLOCK, SCALED, LIMITS1, LIMITS2, False)
 
 
 class Entry(NamedTuple):
@@ -184,16 +246,27 @@ class Entry(NamedTuple):
     """Float32, or bf16 that is its own master."""
     copy: Tensor | None
     """Takes the updated master rounded to its dtype; None where there is none."""
-    exp_avg: Tensor
-    """Float32."""
-    exp_avg_sq: Tensor
-    """Float32."""
+    exp_avg: Tensor | QuantizedMoment
+    """Float32, or in 8 bits."""
+    exp_avg_sq: Tensor | QuantizedMoment
+    """The same."""
     decays: bool
     """Whether weight decay applies."""
 
+    def moments(self) -> tuple[Tensor, ...]:
+        """Both, and their scales if they are in 8 bits."""
+        m, v = self.exp_avg, self.exp_avg_sq
+        if isinstance(m, Tensor) or isinstance(v, Tensor):
+            assert isinstance(m, Tensor)
+            assert isinstance(v, Tensor)
+            return m, v
+        return m.codes, v.codes, m.scales, v.scales
+
     def addresses(self) -> tuple[int, ...]:
-        """Of the five tensors; 0 for none."""
-        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in self[:5])
+        """Of gradient, master, copy, both moments, their scales; 0 for none."""
+        copy = 0 if self.copy is None else self.copy.data_ptr()
+        found = (self.grad.data_ptr(), self.master.data_ptr(), copy, *(part.data_ptr() for part in self.moments()))
+        return found if len(found) == _COLUMNS - 2 else (*found, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -202,20 +275,37 @@ class _Run:
 
     start: int
     items: int
-    kind: tuple[torch.dtype, torch.dtype | None]
-    """Dtypes of the masters and of the copies."""
+    kind: tuple[torch.dtype, torch.dtype | None, torch.dtype]
+    """Dtypes of the masters, the copies and the moments."""
     aligned: bool
 
 
-def _tiles(device: torch.device) -> tuple[int, int, int]:
-    """Elements of a block; warps that update it, warps that square it."""
-    return {80: (2048, 8, 4), 86: (2048, 8, 4), 89: (2048, 8, 4)}.get(family(device), (2048, 8, 4))
+class Tiles(NamedTuple):
+    """How the kernels are launched."""
+
+    block: int
+    """Elements of an item of the work list, a multiple of 256."""
+    update_warps: int
+    update_8bit_warps: int
+    square_warps: int
+
+
+_TILES = {80: Tiles(2048, 8, 16, 4), 90: Tiles(2048, 8, 16, 4), 100: Tiles(2048, 8, 8, 4)}
+"""By the architecture from which on they hold. From 100 on, 16 warps would spill registers."""
+
+
+def _tiles(device: torch.device) -> Tiles:
+    return _TILES[max(known for known in _TILES if known <= family(device))]
+
+
+def _tensors(entry: Entry) -> list[Tensor]:
+    """Those with an element for each parameter."""
+    return [entry.grad, entry.master, *(() if entry.copy is None else (entry.copy,)), *entry.moments()[:2]]
 
 
 def _aligned(entry: Entry) -> bool:
     """Whether four elements of each tensor are one access of 16, 8 or 4 bytes."""
-    tensors = [tensor for tensor in entry[:5] if tensor is not None]
-    return all(tensor.data_ptr() % (4 * tensor.element_size()) == 0 for tensor in tensors)
+    return all(tensor.data_ptr() % (4 * tensor.element_size()) == 0 for tensor in _tensors(entry))
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
@@ -237,7 +327,7 @@ class TensorList:
         """
         self.device = device
         self.addresses = [entry.addresses() for entry in entries]
-        self._block, self._update_warps, self._square_warps = _tiles(device)
+        self._tiles = _tiles(device)
         kinds = [(_dtypes(entry), _aligned(entry)) for entry in entries]
         self._aligned = all(entry.grad.data_ptr() % 16 == 0 for entry in entries)
         work, self._runs = [], []
@@ -245,7 +335,7 @@ class TensorList:
             start = sum(map(len, work))
             for index, entry in enumerate(entries):
                 if kinds[index] == (kind, aligned):
-                    blocks = cdiv(entry.grad.numel(), self._block)
+                    blocks = cdiv(entry.grad.numel(), self._tiles.block)
                     work.append((index << 32) + torch.arange(blocks, dtype=torch.int64))
             self._runs.append(_Run(start, sum(map(len, work)) - start, kind, aligned))
         self.items, self._tensors = sum(map(len, work)), len(entries)
@@ -265,7 +355,7 @@ class TensorList:
         partial = torch.empty(self.items, dtype=torch.float32, device=self.device)
         launch(
             _squares_kernel, (self.items,), self.device, self._table, counted, partial, self._tensors,
-            COLUMNS=_COLUMNS, ALIGNED=self._aligned, BLOCK=self._block, num_warps=self._square_warps,
+            COLUMNS=_COLUMNS, ALIGNED=self._aligned, BLOCK=self._tiles.block, num_warps=self._tiles.square_warps,
         )  # fmt: skip
         return partial.sum()
 
@@ -278,13 +368,21 @@ class TensorList:
             eps: added to the root of the second moment.
             betas: decay of both moments.
         """
-        settings = (weight_decay, eps, 1 - betas[0], 1 - betas[1])
+        settings = (control, weight_decay, eps, 1 - betas[0], 1 - betas[1])
         for run in self._runs:
-            master, copy = (_TYPES[dtype]() for dtype in run.kind)
+            master, copy, moment = run.kind
+            shape: dict[str, Any] = {"MASTER": _TYPES[master](), "COPY": _TYPES[copy](), "ALIGNED": run.aligned}
+            kernel, warps = _update_kernel, self._tiles.update_warps
+            if moment == torch.uint8:
+                kernel, warps = _update_8bit_kernel, self._tiles.update_8bit_warps
+                shape |= {
+                    "SCALED": STATE_BLOCK,
+                    "LIMITS1": tuple(limits(signed=True)),
+                    "LIMITS2": tuple(limits(signed=False)),
+                }
             launch(
-                _update_kernel, (run.items,), self.device, self._table, self._tensors, run.start, control, *settings,
-                COLUMNS=_COLUMNS, MASTER=master, COPY=copy, ALIGNED=run.aligned, BLOCK=self._block,
-                num_warps=self._update_warps,
+                kernel, (run.items,), self.device, self._table, self._tensors, run.start, *settings,
+                COLUMNS=_COLUMNS, **shape, BLOCK=self._tiles.block, num_warps=warps,
             )  # fmt: skip
 
 
@@ -297,13 +395,17 @@ _TYPES: dict[torch.dtype | None, Any] = {
 """Triton's names of dtypes, which are not there where Triton is not."""
 
 
-def _dtypes(entry: Entry) -> tuple[torch.dtype, torch.dtype | None]:
-    sizes = {tensor.numel() for tensor in entry[:5] if tensor is not None}
+def _dtypes(entry: Entry) -> tuple[torch.dtype, torch.dtype | None, torch.dtype]:
+    tensors, (exp_avg, exp_avg_sq, *scales) = _tensors(entry), entry.moments()
+    sizes = {tensor.numel() for tensor in tensors}
     assert len(sizes) == 1, f"tensors of {sizes} elements are updated together"
-    for tensor in entry[:5]:
-        assert tensor is None or tensor.is_contiguous(), f"a tensor of strides {tensor.stride()} is updated"
-    assert entry.grad.dtype == entry.exp_avg.dtype == entry.exp_avg_sq.dtype == torch.float32
-    return entry.master.dtype, None if entry.copy is None else entry.copy.dtype
+    for tensor in (*tensors, *scales):
+        assert tensor.is_contiguous(), f"a tensor of strides {tensor.stride()} is updated"
+    for scale in scales:
+        assert scale.numel() == cdiv(entry.grad.numel(), STATE_BLOCK)
+    assert entry.grad.dtype == torch.float32
+    assert exp_avg.dtype == exp_avg_sq.dtype == (torch.uint8 if scales else torch.float32)
+    return entry.master.dtype, None if entry.copy is None else entry.copy.dtype, exp_avg.dtype
 
 
 def prepare(

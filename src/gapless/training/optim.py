@@ -6,7 +6,9 @@ the clip and the skip on the device it takes from attributes that are no more pu
 `found_inf`), it counts steps for every tensor, and making one loads torch's compiler for seconds. Around the kernel:
 
 * Parameters in bf16 have float32 masters (unless `pure_bf16`), since a step of 1e-5 relative to the weight is lost in
-  bf16's 8 bits. Moments are float32 always: in bf16 the second moment cannot decay by 0.999.
+  bf16's 8 bits. Moments are float32: in bf16 the second moment cannot decay by 0.999.
+* With `optim = "adamw_8bit"` both moments are in 8 bits (`gapless.kernels.quantized_state`), except those of embeddings
+  and of parameters of less than 4,096 elements, as Dettmers et al. 2022 have it (section 2.3 and their library).
 * Gradients add up in float32 over micro-batches, those of bf16 parameters too.
 * A parameter that FSDP2 shards is updated as its local shard; FSDP2 brings its reduced gradient. One that it gathers in
   bf16 is float32 itself, its own master.
@@ -27,8 +29,13 @@ from torch import Tensor, nn
 
 from gapless.config import OptimConfig
 from gapless.kernels.adamw import Entry, TensorList, on_device, prepare
+from gapless.kernels.quantized_state import QuantizedMoment
 from gapless.kernels.runtime import use_triton
+from gapless.models.families import names
 from gapless.models.views import TensorView, local_tensor
+
+_LEAST_QUANTIZED = 4096
+"""Elements of a parameter whose moments may be in 8 bits."""
 
 
 @dataclass
@@ -41,22 +48,22 @@ class _Group:
     masters: list[Tensor] = field(default_factory=list)
     grads: list[Tensor | None] = field(default_factory=list)
     """Buffers; None where FSDP2 makes the gradient."""
-    exp_avgs: list[Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    exp_avgs: list[Tensor | QuantizedMoment] = field(default_factory=list)
+    exp_avg_sqs: list[Tensor | QuantizedMoment] = field(default_factory=list)
 
     def gradients(self) -> list[Tensor]:
         """Float32, shaped like `locals`."""
         pairs = zip(self.params, self.grads, strict=True)
         return [_sharded_gradient(param) if grad is None else grad for param, grad in pairs]
 
+    def sharded(self) -> Iterator[nn.Parameter]:
+        """Those without a buffer."""
+        return (param for param, grad in zip(self.params, self.grads, strict=True) if grad is None)
+
     def entries(self) -> Iterator[Entry]:
         """The same for the kernels."""
-        state = zip(
-            self.params, self.locals, self.masters, self.gradients(), self.exp_avgs, self.exp_avg_sqs, strict=True
-        )
-        for param, local, master, grad, exp_avg, exp_avg_sq in state:
-            moved = not hasattr(param, "placements") and param.data_ptr() != local.data_ptr()
-            assert not moved, f"a parameter of {tuple(param.shape)} has other memory than when the optimizer was made"
+        state = zip(self.locals, self.masters, self.gradients(), self.exp_avgs, self.exp_avg_sqs, strict=True)
+        for local, master, grad, exp_avg, exp_avg_sq in state:
             copy = None if master is local else local
             yield Entry(grad.contiguous(), master, copy, exp_avg, exp_avg_sq, self.weight_decay > 0)
 
@@ -81,6 +88,7 @@ class AdamW:
         self._eps = config.adam_epsilon
         self._max_norm = config.max_grad_norm or math.inf
         self._pure_bf16 = config.pure_bf16
+        self._8bit = config.optim == "adamw_8bit"
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._groups = [_Group(config.weight_decay), _Group(0.0)]
         self._weight_decay = config.weight_decay
@@ -91,8 +99,14 @@ class AdamW:
             decays = len(view.shape) >= 2
             assert seen.get(id(view.parameter), decays) == decays, f"{view.name} shares a parameter with another kind"
             if id(view.parameter) not in seen:
-                self._add(self._groups[0 if decays else 1], view.parameter)
+                quantized = self._8bit and view.parameter.numel() >= _LEAST_QUANTIZED and names.EMBED not in view.name
+                self._add(self._groups[0 if decays else 1], view.parameter, quantized)
             seen[id(view.parameter)] = decays
+        self._params = [param for group in self._groups for param in group.params]
+        # Those whose gradients FSDP2 makes anew in each step; the others have theirs, and their own memory, for good.
+        self._sharded = [param for group in self._groups for param in group.sharded()]
+        self._own = [param for param in self._params if not hasattr(param, "placements")]
+        self._pointers = [param.data_ptr() for param in self._own]
         self._step_count = torch.zeros((), dtype=torch.float32, device=device)
         self._open = torch.ones((), dtype=torch.bool, device=device)
         self._gradients = {
@@ -131,11 +145,11 @@ class AdamW:
     def squares(self, counts: Callable[[nn.Parameter], bool] = lambda _: True) -> Tensor:
         """The sum of the squares of the gradients of the parameters that `counts` holds for, 0-d float32."""
         if use_triton(self._step_count):
-            chosen = tuple(counts(param) for group in self._groups for param in group.params)
+            chosen = tuple([counts(param) for param in self._params])
             if chosen not in self._counted:
                 self._counted[chosen] = on_device(torch.tensor(chosen, dtype=torch.int32), self._step_count.device)
-            entries = self._entries()
-            return self._tensor_list(entries).squares(self._counted[chosen])
+            tensors, _kept = self._tensor_list()
+            return tensors.squares(self._counted[chosen])
         grads = [
             grad
             for group in self._groups
@@ -164,11 +178,9 @@ class AdamW:
         step = self._step_by_kernels if use_triton(self._step_count) else self._step_by_torch
         finite = step(loss, learning_rate, norm)
         # Neither path counts a version of what it changes; copies of parameters are refreshed by it.
-        torch.autograd.graph.increment_version([param for group in self._groups for param in group.params])
-        for group in self._groups:
-            for param, grad in zip(group.params, group.grads, strict=True):
-                if grad is None:
-                    param.grad = None
+        torch.autograd.graph.increment_version(self._params)
+        for param in self._sharded:
+            param.grad = None
         return norm, finite
 
     def close(self) -> None:
@@ -196,8 +208,8 @@ class AdamW:
                 yield f"weight/{view.name}", view, weight
                 if master.dtype != weight.dtype:
                     yield f"master/{view.name}", view, view.read(master)
-                yield f"exp_avg/{view.name}", view, view.read(exp_avg)
-                yield f"exp_avg_sq/{view.name}", view, view.read(exp_avg_sq)
+                yield f"exp_avg/{view.name}", view, view.read(_wide(exp_avg))
+                yield f"exp_avg_sq/{view.name}", view, view.read(_wide(exp_avg_sq))
 
     @torch.no_grad()
     def load(self, read: Callable[[str, TensorView], Tensor], step_count: int) -> None:
@@ -207,14 +219,23 @@ class AdamW:
             read: (kind/name, view) -> the view's box of that tensor.
             step_count: updates made.
         """
+        last = {id(view.parameter): view for view in self.views}
+        wide: dict[int, list[Tensor]] = {}
         for view in self.views:
-            local, master, exp_avg, exp_avg_sq = self._state[id(view.parameter)]
+            local, master, *moments = self._state[id(view.parameter)]
             if master.dtype != _stored_dtype(view):
                 view.write(master, read(f"master/{view.name}", view))
             if master is not local or master.dtype == _stored_dtype(view):
                 view.write(local, read(f"weight/{view.name}", view))
-            view.write(exp_avg, read(f"exp_avg/{view.name}", view))
-            view.write(exp_avg_sq, read(f"exp_avg_sq/{view.name}", view))
+            # Blocks of 8 bits cross the borders of what is fused, so they are made of all of it.
+            values = wide.setdefault(id(view.parameter), [_wide(moment) for moment in moments])
+            for kind, value in zip(("exp_avg", "exp_avg_sq"), values, strict=True):
+                view.write(value, read(f"{kind}/{view.name}", view))
+            if last[id(view.parameter)] is view:
+                del wide[id(view.parameter)]
+                for moment, value in zip(moments, values, strict=True):
+                    if isinstance(moment, QuantizedMoment):
+                        moment.write(value)
         self._step_count.fill_(step_count)
 
     # ---- the parts of a step ----
@@ -236,21 +257,23 @@ class AdamW:
 
     def _step_by_kernels(self, loss: Tensor, learning_rate: Tensor, norm: Tensor) -> Tensor:
         control, finite = prepare(loss, norm, learning_rate, self._open, self._step_count, self._max_norm, self._betas)
-        entries = self._entries()
-        self._tensor_list(entries).update(control, self._weight_decay, self._eps, self._betas)
+        tensors, _kept = self._tensor_list()
+        tensors.update(control, self._weight_decay, self._eps, self._betas)
         return finite
 
-    def _entries(self) -> list[Entry]:
-        """What the kernels work on; to be kept until they are launched."""
-        return [entry for group in self._groups for entry in group.entries()]
-
-    def _tensor_list(self, entries: list[Entry]) -> TensorList:
-        """The table of the tensors where they are now: FSDP2 makes new gradients in each step."""
+    def _tensor_list(self) -> tuple[TensorList, list[Entry]]:
+        """The table of the tensors where they are now, and what has to live until the kernels are launched."""
+        pointers = [param.data_ptr() for param in self._own]
+        assert pointers == self._pointers, "a parameter has other memory than when the optimizer was made"
+        if self._list is not None and not self._sharded:
+            return self._list, []
+        # New gradients mostly lie where the last ones were.
+        entries = [entry for group in self._groups for entry in group.entries()]
         if self._list is None or self._list.addresses != [entry.addresses() for entry in entries]:
             self._list = TensorList(entries, self._step_count.device)
-        return self._list
+        return self._list, entries
 
-    def _add(self, group: _Group, param: nn.Parameter) -> None:
+    def _add(self, group: _Group, param: nn.Parameter, quantized: bool) -> None:
         local = local_tensor(param)
         grad = None
         if param.dtype != torch.float32:
@@ -264,23 +287,36 @@ class AdamW:
         own = param.dtype == torch.float32 or self._pure_bf16
         group.masters.append(local if own else local.float())
         group.grads.append(grad)
-        group.exp_avgs.append(torch.zeros_like(local, dtype=torch.float32))
-        group.exp_avg_sqs.append(torch.zeros_like(local, dtype=torch.float32))
+        for moments, signed in ((group.exp_avgs, True), (group.exp_avg_sqs, False)):
+            wide = torch.zeros_like(local, dtype=torch.float32)
+            moments.append(QuantizedMoment.zeros(local, signed) if quantized else wide)
 
     def _update(self, group: _Group, learning_rate: Tensor, scale: Tensor, skip: Tensor) -> None:
-        if self._pure_bf16:
-            # One parameter at a time, so that only one float32 copy lives at any moment.
-            state = zip(group.locals, group.gradients(), group.exp_avgs, group.exp_avg_sqs, strict=True)
-            for local, grad, exp_avg, exp_avg_sq in state:
-                wide = local.float()
-                self._kernel(group.weight_decay, ([wide], [grad], [exp_avg], [exp_avg_sq]), learning_rate, scale, skip)
-                local.copy_(wide)
-        elif group.params:
-            state = (group.masters, group.gradients(), group.exp_avgs, group.exp_avg_sqs)
-            self._kernel(group.weight_decay, state, learning_rate, scale, skip)
-            narrow = [pair for pair in zip(group.locals, group.masters, strict=True) if pair[0].dtype != pair[1].dtype]
-            if narrow:
-                torch._foreach_copy_([local for local, _ in narrow], [master for _, master in narrow])
+        state = list(
+            zip(group.locals, group.masters, group.gradients(), group.exp_avgs, group.exp_avg_sqs, strict=True)
+        )
+        together = ([], [], [], [])
+        narrow: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for local, master, grad, exp_avg, exp_avg_sq in state:
+            row = (master.float(), grad, _wide(exp_avg), _wide(exp_avg_sq))
+            if row[0] is master and row[2] is exp_avg:
+                for tensors, tensor in zip(together, row, strict=True):
+                    tensors.append(tensor)
+            else:
+                # One at a time, so that only one float32 copy lives at any moment.
+                alone = ([row[0]], [row[1]], [row[2]], [row[3]])
+                self._kernel(group.weight_decay, alone, learning_rate, scale, skip)
+                master.copy_(row[0])
+                for moment, wide in zip((exp_avg, exp_avg_sq), row[2:], strict=True):
+                    if isinstance(moment, QuantizedMoment):
+                        moment.write(wide)
+            if master is not local:
+                narrow[0].append(local)
+                narrow[1].append(master)
+        if together[0]:
+            self._kernel(group.weight_decay, together, learning_rate, scale, skip)
+        if narrow[0]:
+            torch._foreach_copy_(*narrow)
 
     def _kernel(
         self,
@@ -320,6 +356,10 @@ def state_shapes(views: Iterable[TensorView], config: OptimConfig) -> dict[str, 
         for kind in ("weight", *(() if wide else ("master",)), "exp_avg", "exp_avg_sq"):
             shapes[f"{kind}/{view.name}"] = view.full_shape
     return shapes
+
+
+def _wide(moment: Tensor | QuantizedMoment) -> Tensor:
+    return moment.read() if isinstance(moment, QuantizedMoment) else moment
 
 
 def _stored_dtype(view: TensorView) -> torch.dtype:
