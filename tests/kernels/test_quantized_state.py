@@ -71,6 +71,8 @@ def test_codes_are_nearest(signed):
 def test_values_come_back_as_the_same_bits(signed, factor):
     x = spread(5000, signed) * (factor if signed else abs(factor))
     x = torch.cat([x, code_values(signed) * factor if signed else code_values(signed)])
+    if signed:
+        x = torch.cat([torch.linspace(-2, 2, 256), x])  # the largest value with either sign
     codes, scales = quantize(x, signed)
     values = dequantize(codes, scales, signed)
     again = quantize(values, signed)
@@ -111,7 +113,8 @@ def edges(signed):
 def test_kernels_choose_the_codes_of_the_reference(signed):
     x = torch.cat([spread(4097, signed), torch.zeros(255), edges(signed)]).to(DEVICE)
     if signed:
-        x = torch.cat([x, -x, x.view(-1, 256).flip(1).flatten() * -3e-7])
+        both = torch.linspace(-2, 2, 256, device=DEVICE)  # the largest value with either sign
+        x = torch.cat([x, -x, x.view(-1, 256).flip(1).flatten() * -3e-7, both])
     codes, scales = quantize(x, signed)
     with guarded():
         ours = torch.empty_like(x, dtype=torch.uint8)
