@@ -27,6 +27,7 @@ QUICK_CASES = tuple({name.split(".")[0]: name for name in reversed(CASES)}.value
 """What `make test` compiles: the first case of each operation."""
 
 STACK: dict[str, tuple[int, str]] = {
+    "skinny._project_kernel": (16, "sm_120 alone, at 100 registers: ptxas trades four of them for another block"),
     "rms_norm._norm_backward": (16, "rows and sums fill the registers; with Triton 3.9 alone, float32 or 32 warps"),
 }
 """Bytes of stack that a kernel may have, and why; others none."""
