@@ -3,8 +3,8 @@
 Dettmers, Lewis, Shleifer and Zettlemoyer 2022 ("8-bit Optimizers via Block-wise Quantization", sections 2 and 3): a
 code is a dynamic tree. Its leading zeros are a decimal exponent, the first 1 ends them, the bits that are left count
 equal parts of the decade [0.1, 1], and the value is the middle of its part. A first moment has a sign bit, a second
-moment one more bit of fraction. A value takes the code that is nearest, to
-within 1/200 of the distance between two. Two things are not as in the paper:
+moment one more bit of fraction. A value takes the code that is nearest, to within 1/200 of the distance between two.
+Two things are not as in the paper:
 
 * The scale of a first moment has the sign of the value that is largest, which is therefore 1, a code of its own: its
   block comes back from the values with the same scale and codes, so that float32 values lose nothing.

@@ -288,8 +288,10 @@ class AdamW:
         group.masters.append(local if own else local.float())
         group.grads.append(grad)
         for moments, signed in ((group.exp_avgs, True), (group.exp_avg_sqs, False)):
-            wide = torch.zeros_like(local, dtype=torch.float32)
-            moments.append(QuantizedMoment.zeros(local, signed) if quantized else wide)
+            if quantized:
+                moments.append(QuantizedMoment.zeros(local, signed))
+            else:
+                moments.append(torch.zeros_like(local, dtype=torch.float32))
 
     def _update(self, group: _Group, learning_rate: Tensor, scale: Tensor, skip: Tensor) -> None:
         state = list(
