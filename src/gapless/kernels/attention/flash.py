@@ -122,15 +122,18 @@ class _Call:
         """Scale in units of log2 e, softcap and window; whatever where there is none."""
         return self.scale * LOG2_E, self.softcap or 1.0, self.window or 1
 
-    def constants(self, segments: Segments) -> dict[str, Any]:
-        """Constexprs that kernels share; `segments` is the stream whose tokens without a document are cleared."""
+    def constants(self) -> dict[str, Any]:
+        """Constexprs that kernels share."""
         return {
             "CAUSAL": self.causal,
             "WINDOW": self.window is not None,
             "SOFTCAP": self.softcap is not None,
-            "DOCUMENTS": len(segments.seqused),
-            "STEPS": len(segments.seqused).bit_length(),
         }
+
+
+def _places(segments: Segments) -> tuple[int, int]:
+    """Documents there is room for in the stream that a kernel clears, and the steps of a binary search among them."""
+    return len(segments.seqused), len(segments.seqused).bit_length()
 
 
 def flash_attention(
@@ -199,11 +202,11 @@ class _Flash(torch.autograd.Function):
             q.device,
             *(q, k, v, q if sinks is None else sinks, out, lse, table),
             *call.documents(),
-            *call.numbers(),
+            *(*call.numbers(), *_places(call.q_segments)),
             *(tokens, len(table), heads // k.shape[1]),
             *strides,
             **_padded(q, v),
-            **call.constants(call.q_segments),
+            **call.constants(),
             SINKS=sinks is not None,
             BM=tile.queries,
             BN=tile.keys,
@@ -282,11 +285,11 @@ def _keys_backward(
         q.device,
         *(q, k, v, grad, lse, delta, grad_k, grad_v, table),
         *call.documents(),
-        *(call.scale, *call.numbers()),
+        *(call.scale, *call.numbers(), *_places(call.k_segments)),
         *(tokens, k_tokens, len(table), groups),
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad.stride()[:2]),
         **_padded(q, v),
-        **call.constants(call.k_segments),
+        **call.constants(),
         BM=tile.queries,
         BN=tile.keys,
         num_warps=tile.warps,
@@ -316,11 +319,11 @@ def _queries_backward(
         q.device,
         *(q, k, v, grad, lse, delta, grad_q, table),
         *call.documents(),
-        *(call.scale, *call.numbers()),
+        *(call.scale, *call.numbers(), *_places(call.q_segments)),
         *(tokens, len(table), heads // k.shape[1]),
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad.stride()[:2]),
         **_padded(q, v),
-        **call.constants(call.q_segments),
+        **call.constants(),
         BM=tile.queries,
         BN=tile.keys,
         num_warps=tile.warps,

@@ -146,11 +146,11 @@ def _key_loops(
 @jit
 def flash_keys(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_k_ptr, grad_v_ptr, table, q_start, q_used, q_offset, k_start,
-    k_used, k_offset, scale, scale2, softcap, window, tokens, k_tokens, rows, groups, stride_qt, stride_qh, stride_kt,
+    k_used, k_offset, scale, scale2, softcap, window, documents, steps, tokens, k_tokens, rows,
+    groups, stride_qt, stride_qh, stride_kt,
     stride_kh, stride_vt, stride_vh, stride_gt, stride_gh,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
-    DOCUMENTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and values from one query head, [k tokens, N, D or V]; clears as the forward does.
 
@@ -166,7 +166,7 @@ def flash_keys(
     grad_v_ptr += head * V
     if tile >= rows:
         token = (tile - rows) * BN + tl.arange(0, BN)
-        empty = outside(token, k_tokens, k_start, k_used, DOCUMENTS, STEPS)[:, None]
+        empty = outside(token, k_tokens, k_start, k_used, documents, steps)[:, None]
         wide = token.to(tl.int64)[:, None] * heads
         zeros = tl.zeros([BN, DP], grad_k_ptr.dtype.element_ty)
         tl.store(grad_k_ptr + wide * D + columns[None, :], zeros, mask=empty & (columns < D)[None, :])
@@ -227,11 +227,11 @@ def _query_step(
 @jit
 def flash_queries(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_q_ptr, table, q_start, q_used, q_offset, k_start, k_used,
-    k_offset, scale, scale2, softcap, window, tokens, rows, groups, stride_qt, stride_qh, stride_kt, stride_kh,
+    k_offset, scale, scale2, softcap, window, documents, steps, tokens, rows, groups, stride_qt,
+    stride_qh, stride_kt, stride_kh,
     stride_vt, stride_vh, stride_gt, stride_gh,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
-    DOCUMENTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a tile of queries of a head; clears as the forward does."""
     tile = tl.program_id(0)
@@ -241,7 +241,7 @@ def flash_queries(
     grad_q_ptr += head * D
     if tile >= rows:
         token = (tile - rows) * BM + tl.arange(0, BM)
-        empty = outside(token, tokens, q_start, q_used, DOCUMENTS, STEPS)[:, None]
+        empty = outside(token, tokens, q_start, q_used, documents, steps)[:, None]
         pointers = grad_q_ptr + token.to(tl.int64)[:, None] * heads * D + columns[None, :]
         tl.store(pointers, tl.zeros([BM, DP], grad_q_ptr.dtype.element_ty), mask=empty & (columns < D)[None, :])
         return

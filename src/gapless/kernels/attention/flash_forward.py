@@ -92,11 +92,11 @@ def visible(query, key, key_count, window, CAUSAL: tl.constexpr, WINDOW: tl.cons
 
 
 @jit
-def outside(tokens, total, start, used, DOCUMENTS: tl.constexpr, STEPS: tl.constexpr):
+def outside(tokens, total, start, used, documents, steps):
     """Which tokens of a stream belong to no document: a binary search for the last document that starts before."""
     low = tl.zeros_like(tokens)
-    high = tl.zeros_like(tokens) + DOCUMENTS
-    for _ in range(STEPS):
+    high = tl.zeros_like(tokens) + documents
+    for _ in range(steps):
         middle = (low + high) // 2
         before = tl.load(start + middle) <= tokens
         low = tl.where(before, middle, low)
@@ -161,11 +161,11 @@ def _key_ranges(first, last, key_count, window, BN: tl.constexpr, CAUSAL: tl.con
 @jit
 def flash_forward(
     q_ptr, k_ptr, v_ptr, sinks, out_ptr, lse, table, q_start, q_used, q_offset, k_start, k_used, k_offset,
-    scale2, softcap, window, tokens, rows, groups, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+    scale2, softcap, window, documents, steps, tokens, rows, groups, stride_qt, stride_qh,
+    stride_kt, stride_kh, stride_vt, stride_vh,
     stride_ot, stride_oh,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EXACT: tl.constexpr,
-    DOCUMENTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """A tile of the forward table and a head; the programs after the table's rows clear what is in no document."""
     tile = tl.program_id(0)
@@ -175,7 +175,7 @@ def flash_forward(
     v_columns = tl.arange(0, VP)
     if tile >= rows:
         token = (tile - rows) * BM + tl.arange(0, BM)
-        empty = outside(token, tokens, q_start, q_used, DOCUMENTS, STEPS)
+        empty = outside(token, tokens, q_start, q_used, documents, steps)
         pointers = out_ptr + token.to(tl.int64)[:, None] * stride_ot + v_columns[None, :]
         zeros = tl.zeros([BM, VP], out_ptr.dtype.element_ty)
         tl.store(pointers, zeros, mask=empty[:, None] & (v_columns < V)[None, :])
