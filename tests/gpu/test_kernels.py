@@ -69,7 +69,7 @@ def test_a_step_in_float32_is_that_of_references():
     for kind in ("lora", "full"):
         exact_loss, exact = gradients(kind, "fp32", "reference")
         loss, ours = gradients(kind, "fp32", "triton")
-        assert loss == pytest.approx(exact_loss.item(), rel=1e-5)
+        assert loss.item() == pytest.approx(exact_loss.item(), rel=1e-5)
         assert (ours - exact).norm() <= 1e-4 * exact.norm()
 
 

@@ -23,8 +23,9 @@ def plain_attention(q, k, v, queries, keys, window, softcap, sinks, scale, causa
     """Attention as it is written without thinking of speed, in the precision of its inputs; softmax in float32."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    out = q.new_zeros(*q.shape[:2], v.shape[2]) + 0 * (q.sum() + k.sum() + v.sum())
-    lse = torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=torch.promote_types(q.dtype, FP32))
+    nothing = 0 * (q.sum() + k.sum() + v.sum())  # so that there are gradients without documents, too
+    out = q.new_zeros(*q.shape[:2], v.shape[2]) + nothing
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=torch.promote_types(q.dtype, FP32)) + nothing
     documents = zip(
         queries.starts, queries.lengths, queries.offsets, keys.starts, keys.lengths, keys.offsets, strict=True
     )
