@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gapless.batch import IGNORE, BatchLayout, Document, TileSpec, build_batch, segments
+from gapless.batch import IGNORE, TAIL, BatchLayout, Document, TileSpec, build_batch, segments
 from gapless.kernels.attention import attention
 
 SPECS = [
@@ -147,9 +147,9 @@ def test_tables_cover_exactly_the_pairs(spec, lengths, tail):
     where = segments(lengths, tokens=tokens, tiles=[spec])
     tables = where.tile_tables(spec)
     expected = seen_pairs(lengths, where.starts, spec.window)
-    for table, tile, by_query in (
-        (tables.forward, spec.query_tile, True),
-        (tables.backward, spec.key_tile, False),
+    for table, used, tile, by_query in (
+        (tables.forward, tables.forward_used, spec.query_tile, True),
+        (tables.backward, tables.backward_used, spec.key_tile, False),
     ):
         assert table.shape == (-(-tokens // tile) + len(lengths) + 1, 4)
         met, spans = [], []
@@ -168,9 +168,17 @@ def test_tables_cover_exactly_the_pairs(spec, lengths, tail):
         assert len(met) == len(set(met))
         assert set(met) == expected
         assert spans == sorted(spans, reverse=True)
-        unused = table[:, 0] < 0
-        assert unused.sum() == len(table) - len(spans)
-        assert unused[len(spans) :].all()
+        cleared = table[len(spans) : used]
+        assert (cleared[:, 0] == TAIL).all()
+        assert cleared[:, 1].tolist() == list(range(tokens - tail, tokens, tile))
+        assert (table[used:, 0] == -1).all()
+
+
+@given(lengths=LENGTHS, tail=st.integers(0, 9))
+def test_gaps(lengths, tail):
+    assert not segments(lengths, tokens=sum(lengths) + tail).has_gaps
+    assert segments([1, *lengths], starts=[1, *range(2, 2 + 40 * len(lengths), 40)], tokens=2000).has_gaps
+    assert segments([2, 0, 1], starts=[0, 2, 3], tokens=9).has_gaps
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

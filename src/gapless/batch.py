@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -20,6 +21,8 @@ import torch
 
 IGNORE = -100
 """Label of a token that is not trained."""
+TAIL = -2
+"""In place of a document in the rows of a tile table that cover the stream's tail."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +87,15 @@ class TileTables:
 
     A row of `forward` is (document, first query, first key, end of keys): one tile of queries and the keys it reads.
     A row of `backward` is (document, first key, first query, end of queries): one tile of keys and the queries that
-    read it. Tokens are counted from the start of the stream; unused rows have document -1.
+    read it. Tokens are counted from the start of the stream. Then come the tiles of the tail, (-2, first token, 0, 0),
+    which a kernel clears; the rows left are unused and have document -1.
     """
 
     forward: torch.Tensor
     backward: torch.Tensor
+    forward_used: int
+    """Rows of `forward` in use (host): what an eager launch needs; a captured one takes all rows."""
+    backward_used: int
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,12 @@ class Segments:
     """int32 [T]: position of each token in its document, offset included; 0 in the tail."""
     tiles: Mapping[TileSpec, TileTables] = field(default_factory=lambda: MappingProxyType({}))
     dropout: DropoutCounters | None = None
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether tokens before or between documents belong to none (host), as in a KV cache."""
+        ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
+        return self.starts != (0, *ends)[: len(ends)]
 
     @property
     def max_seqlen(self) -> int:
@@ -383,8 +396,10 @@ def _fill_segments(
     for start, length, offset in zip(starts, lengths, offsets, strict=True):
         views["positions"][start : start + length] = np.arange(offset, offset + length)
     for index, spec in enumerate(tiles):
-        _fill_table(views[f"forward{index}"], _forward_tiles(spec, lengths, starts), spec.key_tile)
-        _fill_table(views[f"backward{index}"], _backward_tiles(spec, lengths, starts), spec.query_tile)
+        forward, backward = _forward_tiles(spec, lengths, starts), _backward_tiles(spec, lengths, starts)
+        tail = tokens - _end(lengths, starts)
+        _fill_table(views[f"forward{index}"], forward, spec.key_tile, _tail_tiles(spec.query_tile, tail, tokens))
+        _fill_table(views[f"backward{index}"], backward, spec.query_tile, _tail_tiles(spec.key_tile, tail, tokens))
 
 
 def _forward_tiles(spec: TileSpec, lengths: Sequence[int], starts: Sequence[int]) -> np.ndarray:
@@ -410,9 +425,23 @@ def _tile_starts(tile: int, lengths: Sequence[int], starts: Sequence[int]) -> tu
     return document, np.asarray(starts, dtype=np.int64)[document] + within * tile
 
 
-def _fill_table(flat: np.ndarray, tiles: np.ndarray, tile: int) -> None:
+def _end(lengths: Sequence[int], starts: Sequence[int]) -> int:
+    """Where the last document ends."""
+    return starts[-1] + lengths[-1] if lengths else 0
+
+
+def _tail_tiles(tile: int, tail: int, tokens: int) -> np.ndarray:
+    """Rows for the last `tail` tokens: always room, since documents' tiles are ragged once each at most."""
+    first = np.arange(tokens - tail, tokens, tile)
+    rows = np.zeros((len(first), 4), dtype=np.int64)
+    rows[:, 0], rows[:, 1] = TAIL, first
+    return rows
+
+
+def _fill_table(flat: np.ndarray, tiles: np.ndarray, tile: int, tail: np.ndarray) -> None:
     table = flat.reshape(-1, 4)
     table[:, 0] = -1
+    table[len(tiles) : len(tiles) + len(tail)] = tail
     # Longest first, so that the last tiles to start are short ones; stable, so that the order is fixed.
     work = -(-(tiles[:, 3] - tiles[:, 2]) // tile)
     table[: len(tiles)] = tiles[np.argsort(-work, kind="stable")]
@@ -438,8 +467,14 @@ def _view_segments(
     tokens: int,
     tiles: Sequence[TileSpec],
 ) -> Segments:
+    counts = np.asarray([*lengths, tokens - _end(lengths, starts)], dtype=np.int64)
     tables = {
-        spec: TileTables(views[f"forward{index}"].view(-1, 4), views[f"backward{index}"].view(-1, 4))
+        spec: TileTables(
+            forward=views[f"forward{index}"].view(-1, 4),
+            backward=views[f"backward{index}"].view(-1, 4),
+            forward_used=int((-(-counts // spec.query_tile)).sum()),
+            backward_used=int((-(-counts // spec.key_tile)).sum()),
+        )
         for index, spec in enumerate(tiles)
     }
     counters = DropoutCounters(views["key"], views["row"], views["column"]) if "key" in views else None

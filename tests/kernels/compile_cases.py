@@ -182,17 +182,27 @@ def _() -> None:
     backward(dropout(tensor(20, 4096), 0.1, counters, 3, 1))
 
 
-def flash(head_dim: int, v_head_dim: int, dtype: torch.dtype = torch.bfloat16, *, sinks: bool = False, **options):
+def flash(
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    tokens: int = 96,
+    sinks: bool = False,
+    **options,
+) -> None:
+    """With few tokens a query head is a program of its own in the gradient of keys."""
     window = options.get("window")
     tiles = attention_tiles(head_dim, v_head_dim, [window], dtype, "cpu")
-    documents = segments([64, 32], tiles=tiles)
-    q, k = tensor(96, 4, head_dim, dtype=dtype), tensor(96, 2, head_dim, dtype=dtype)
-    v = tensor(96, 2, v_head_dim, dtype=dtype)
+    documents = segments([tokens - 32, 32], tiles=tiles)
+    q, k = tensor(tokens, 4, head_dim, dtype=dtype), tensor(tokens, 2, head_dim, dtype=dtype)
+    v = tensor(tokens, 2, v_head_dim, dtype=dtype)
     backward(attention(q, k, v, documents, sinks=tensor(4) if sinks else None, **options))
 
 
 case("flash.128")(lambda: flash(128, 128))
 case("flash.64")(lambda: flash(64, 64))
+case("flash.grouped")(lambda: flash(128, 128, tokens=512))
 case("flash.features")(lambda: flash(128, 128, window=4096, softcap=30.0, sinks=True))
 case("flash.96")(lambda: flash(96, 96))
 case("flash.192")(lambda: flash(192, 128, causal=False))

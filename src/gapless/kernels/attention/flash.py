@@ -7,7 +7,7 @@ attention. No atomics; the gradients of keys and values and those of queries com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from gapless.batch import Segments, TileSpec
 from gapless.kernels.attention.flash_backward import flash_delta, flash_keys, flash_queries
 from gapless.kernels.attention.flash_forward import flash_forward
-from gapless.kernels.runtime import cdiv, family, launch, next_power_of_2, runs_kernels
+from gapless.kernels.runtime import cdiv, family, launch, multiprocessors, next_power_of_2, runs_kernels
 
 LOG2_E = 1.4426950408889634
 LARGEST_HEAD = 256
@@ -123,17 +123,32 @@ class _Call:
         return self.scale * LOG2_E, self.softcap or 1.0, self.window or 1
 
     def constants(self) -> dict[str, Any]:
-        """Constexprs that kernels share."""
-        return {
-            "CAUSAL": self.causal,
-            "WINDOW": self.window is not None,
-            "SOFTCAP": self.softcap is not None,
-        }
+        """Constexprs that the kernels share."""
+        masks = {"CAUSAL": self.causal, "WINDOW": self.window is not None}
+        return {**masks, "SOFTCAP": self.softcap is not None}
 
 
-def _places(segments: Segments) -> tuple[int, int]:
-    """Documents there is room for in the stream that a kernel clears, and the steps of a binary search among them."""
-    return len(segments.seqused), len(segments.seqused).bit_length()
+def _grid(
+    table: torch.Tensor, used: int, heads: int, sharing: int, streamed: Sequence[torch.Tensor], each: int = 1
+) -> tuple[int, int, int]:
+    """Programs of a kernel: heads of a section, rows of the table, sections; see `flash_forward.work`.
+
+    Args:
+        table: of the tiles that stay.
+        used: rows that have a tile. All rows get programs while a graph is captured, which is for any batch.
+        heads: of programs.
+        sharing: of these stream the same.
+        streamed: [T, heads, C] each; what a section streams is to fit two thirds of the L2 cache.
+        each: heads of `streamed` that a program, or those that share, go through.
+    """
+    device = table.device
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 15
+    size = each * sum(x.shape[0] * x.shape[2] * x.element_size() for x in streamed)
+    counts = [count for count in range(1, heads + 1) if heads % count == 0]
+    fitting = [count for count in counts if 3 * cdiv(count, sharing) * size <= 2 * cache]
+    section = max(fitting, default=1)
+    rows = len(table) if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else used
+    return section, rows, heads // section
 
 
 def flash_attention(
@@ -192,18 +207,21 @@ class _Flash(torch.autograd.Function):
         width = heads * v.shape[2]
         out = q.new_empty(tokens, width + spare)[:, :width].view(tokens, heads, v.shape[2])
         lse = q.new_empty(heads, tokens, dtype=torch.float32)
+        if call.q_segments.has_gaps:  # the tables know the tail alone
+            out.zero_()
+            lse.fill_(-torch.inf)
         tile, spec = call.tiles.forward, _specs(call.tiles, call.window)[0]
-        table = call.q_segments.tile_tables(spec).forward
-        grid = (len(table) + cdiv(tokens, tile.queries), heads)
+        tables = call.q_segments.tile_tables(spec)
+        groups = heads // k.shape[1]
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
         launch(
             flash_forward,
-            grid if heads else (0,),
+            _grid(tables.forward, tables.forward_used, heads, groups, (k, v)),
             q.device,
-            *(q, k, v, q if sinks is None else sinks, out, lse, table),
+            *(q, k, v, q if sinks is None else sinks, out, lse, tables.forward),
             *call.documents(),
-            *(*call.numbers(), *_places(call.q_segments)),
-            *(tokens, len(table), heads // k.shape[1]),
+            *call.numbers(),
+            *(tokens, groups),
             *strides,
             **_padded(q, v),
             **call.constants(),
@@ -272,21 +290,27 @@ def _keys_backward(
     delta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (tokens, heads, _), (k_tokens, kv_heads, _) = q.shape, k.shape
-    # Query heads that share a kv head are added up in float32, in one order.
-    groups = heads // kv_heads
-    wide = {"dtype": k.dtype if groups == 1 else torch.float32}
-    grad_k = k.new_empty(k_tokens, heads, k.shape[2], **wide)
-    grad_v = v.new_empty(k_tokens, heads, v.shape[2], **wide)
-    tile, spec = call.tiles.keys, _specs(call.tiles, call.window)[1]
-    table = call.k_segments.tile_tables(spec).backward
+    groups, tile = heads // kv_heads, call.tiles.keys
+    # A program adds up the query heads of its kv head, unless that would leave the GPU with too few programs: then each
+    # query head has its own, and they are added up afterwards, in float32 and one order.
+    few = cdiv(k_tokens, tile.keys) * kv_heads < 2 * multiprocessors(q.device)
+    together = 1 if few else groups
+    wide = {"dtype": k.dtype if together == groups else torch.float32}
+    grad_k = k.new_empty(k_tokens, heads // together, k.shape[2], **wide)
+    grad_v = v.new_empty(k_tokens, heads // together, v.shape[2], **wide)
+    if call.k_segments.has_gaps:
+        grad_k.zero_()
+        grad_v.zero_()
+    spec = _specs(call.tiles, call.window)[1]
+    tables = call.k_segments.tile_tables(spec)
     launch(
         flash_keys,
-        (len(table) + cdiv(k_tokens, tile.keys), heads),
+        _grid(tables.backward, tables.backward_used, heads // together, 1, (q, grad), together),
         q.device,
-        *(q, k, v, grad, lse, delta, grad_k, grad_v, table),
+        *(q, k, v, grad, lse, delta, grad_k, grad_v, tables.backward),
         *call.documents(),
-        *(call.scale, *call.numbers(), *_places(call.k_segments)),
-        *(tokens, k_tokens, len(table), groups),
+        *(call.scale, *call.numbers()),
+        *(tokens, k_tokens, heads // together, groups, together),
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad.stride()[:2]),
         **_padded(q, v),
         **call.constants(),
@@ -295,7 +319,7 @@ def _keys_backward(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if groups == 1:
+    if together == groups:
         return grad_k, grad_v
     return tuple(grad.unflatten(1, (kv_heads, groups)).sum(2).to(k.dtype) for grad in (grad_k, grad_v))  # pyrefly: ignore
 
@@ -310,17 +334,20 @@ def _queries_backward(
     delta: torch.Tensor,
 ) -> torch.Tensor:
     tokens, heads, _ = q.shape
+    groups = heads // k.shape[1]
     grad_q = q.new_empty(q.shape)
+    if call.q_segments.has_gaps:
+        grad_q.zero_()
     tile, spec = call.tiles.queries, _specs(call.tiles, call.window)[1]
-    table = call.q_segments.tile_tables(spec).forward
+    tables = call.q_segments.tile_tables(spec)
     launch(
         flash_queries,
-        (len(table) + cdiv(tokens, tile.queries), heads),
+        _grid(tables.forward, tables.forward_used, heads, groups, (k, v)),
         q.device,
-        *(q, k, v, grad, lse, delta, grad_q, table),
+        *(q, k, v, grad, lse, delta, grad_q, tables.forward),
         *call.documents(),
-        *(call.scale, *call.numbers(), *_places(call.q_segments)),
-        *(tokens, len(table), heads // k.shape[1]),
+        *(call.scale, *call.numbers()),
+        *(tokens, heads, groups),
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad.stride()[:2]),
         **_padded(q, v),
         **call.constants(),

@@ -8,14 +8,16 @@ of five, but every gradient is added up by one program in one order: the same bi
 from __future__ import annotations
 
 from gapless.kernels.attention.flash_forward import (
+    TAIL,
     _key_ranges,
     capped,
-    document_of,
+    clear_rows,
     load_rows,
-    outside,
+    places,
     product,
     store_rows,
     visible,
+    work,
 )
 from gapless.kernels.runtime import jit, tl
 
@@ -67,15 +69,16 @@ def _key_step(
     k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift, state, settings,
     columns, v_columns,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+    RAGGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries for a tile of keys: transposed scores, so that weights are the left factor as they are."""
     grad_k, grad_v = state
     query = i + tl.arange(0, BM)
     offset = tl.cast(i, tl.int64)
-    q = load_rows(q_rows + offset * stride_q, query, query_count, columns, D, DP, MASKED)
-    if MASKED:
-        total = tl.load(lse + query, mask=query < query_count, other=0.0)
+    q = load_rows(q_rows + offset * stride_q, query, query_count, columns, D, DP, RAGGED)
+    if RAGGED:
+        # Queries beyond the document get weights of exp2(0 - inf) = 0.
+        total = tl.load(lse + query, mask=query < query_count, other=float("inf"))
         centre = tl.load(delta + query, mask=query < query_count, other=0.0)
     else:
         total = tl.load(lse + query)
@@ -85,7 +88,7 @@ def _key_step(
         scores, total[None, :], query[None, :], key[:, None], query_count, key_count, shift, settings, MASKED, CAUSAL,
         WINDOW, SOFTCAP,
     )  # fmt: skip
-    grad = load_rows(grad_rows + offset * stride_g, query, query_count, v_columns, V, VP, MASKED)
+    grad = load_rows(grad_rows + offset * stride_g, query, query_count, v_columns, V, VP, RAGGED)
     grad_v = product(weights.to(grad.dtype), grad, grad_v, EXACT)
     grad_scores = weights * (product(v, tl.trans(grad), None, EXACT) - centre[None, :])
     if SOFTCAP:
@@ -98,19 +101,23 @@ def _key_step(
 def _query_ranges(
     first, last, query_count, shift, window, BM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Queries that see keys `first` to `last`: masked from low, seeing all from full, masked again up to high."""
+    """Queries that see keys `first` to `last`: masked from low, seeing all from full, masked again up to high.
+
+    Without a window all from `full` on see all.
+    """
     low = 0
     full = 0
     high = query_count
-    see_all = query_count
     if CAUSAL:
         low = tl.minimum(tl.maximum(first - shift, 0), query_count)
         full = low + tl.cdiv(tl.maximum(last - shift - low, 0), BM) * BM
     if WINDOW:
         high = tl.maximum(tl.minimum(query_count, last + window - shift), low)
-        see_all = tl.minimum(query_count, first + window - shift)
     full = tl.minimum(full, high)
-    ragged = full + tl.maximum(see_all - full, 0) // BM * BM
+    ragged = high
+    if WINDOW:
+        see_all = tl.minimum(query_count, first + window - shift)
+        ragged = full + tl.maximum(see_all - full, 0) // BM * BM
     return low, full, ragged, high
 
 
@@ -128,77 +135,102 @@ def _key_loops(
         for i in tl.range(low, full, BM):
             grad_k, grad_v = _key_step(
                 k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
-                (grad_k, grad_v), settings, columns, v_columns, D, V, DP, VP, BM, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
+                (grad_k, grad_v), settings, columns, v_columns,
+                D, V, DP, VP, BM, True, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
             )  # fmt: skip
     for i in tl.range(full, ragged, BM):
         grad_k, grad_v = _key_step(
             k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
-            (grad_k, grad_v), settings, columns, v_columns, D, V, DP, VP, BM, False, CAUSAL, WINDOW, SOFTCAP, EXACT,
+            (grad_k, grad_v), settings, columns, v_columns,
+            D, V, DP, VP, BM, False, not WINDOW, CAUSAL, WINDOW, SOFTCAP, EXACT,
         )  # fmt: skip
-    for i in tl.range(ragged, high, BM):
-        grad_k, grad_v = _key_step(
-            k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
-            (grad_k, grad_v), settings, columns, v_columns, D, V, DP, VP, BM, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
-        )  # fmt: skip
+    if WINDOW:
+        for i in tl.range(ragged, high, BM):
+            grad_k, grad_v = _key_step(
+                k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
+                (grad_k, grad_v), settings, columns, v_columns,
+                D, V, DP, VP, BM, True, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
+            )  # fmt: skip
     return grad_k, grad_v
+
+
+@jit
+def _key_tile(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_k_ptr, grad_v_ptr, begin, place, scale, settings, strides,
+    heads_apart, together,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the keys and values `begin` and after, from `together` query heads; pointers are of the first."""
+    next_q, next_grad, next_lse = heads_apart
+    queries, query_count, keys, key_count, shift = place
+    _, _, window = settings
+    stride_qt, stride_kt, stride_vt, stride_gt, stride_gk, stride_gv = strides
+    columns, v_columns = tl.arange(0, DP), tl.arange(0, VP)
+    key = begin - keys + tl.arange(0, BN)
+    token = (keys + key).to(tl.int64)
+    k = load_rows(k_ptr + token[:, None] * stride_kt + columns[None, :], key, key_count, columns, D, DP, True)
+    v = load_rows(v_ptr + token[:, None] * stride_vt + v_columns[None, :], key, key_count, v_columns, V, VP, True)
+    first = begin - keys
+    last = tl.minimum(first + BN, key_count) - 1
+    ranges = _query_ranges(first, last, query_count, shift, window, BM, CAUSAL, WINDOW)
+    row = queries.to(tl.int64) + tl.arange(0, BM)
+    q_rows = q_ptr + row[:, None] * stride_qt + columns[None, :]
+    grad_rows = grad_ptr + row[:, None] * stride_gt + v_columns[None, :]
+    grad_k = tl.zeros([BN, DP], tl.float32)
+    grad_v = tl.zeros([BN, VP], tl.float32)
+    for _ in tl.range(0, together, disable_licm=True):
+        grad_k, grad_v = _key_loops(
+            k, v, q_rows, grad_rows, lse + queries, delta + queries, ranges, stride_qt, stride_gt, query_count, key,
+            key_count, shift, (grad_k, grad_v), settings, columns, v_columns,
+            D, V, DP, VP, BM, CAUSAL, WINDOW, SOFTCAP, EXACT,
+        )  # fmt: skip
+        q_rows += next_q
+        grad_rows += next_grad
+        lse += next_lse
+        delta += next_lse
+    grad_k_rows = grad_k_ptr + token[:, None] * stride_gk + columns[None, :]
+    grad_v_rows = grad_v_ptr + token[:, None] * stride_gv + v_columns[None, :]
+    store_rows(grad_k_rows, grad_k * scale, key, key_count, columns, D, DP)
+    store_rows(grad_v_rows, grad_v, key, key_count, v_columns, V, VP)
 
 
 @jit
 def flash_keys(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_k_ptr, grad_v_ptr, table, q_start, q_used, q_offset, k_start,
-    k_used, k_offset, scale, scale2, softcap, window, documents, steps, tokens, k_tokens, rows,
-    groups, stride_qt, stride_qh, stride_kt,
-    stride_kh, stride_vt, stride_vh, stride_gt, stride_gh,
-    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+    k_used, k_offset, scale, scale2, softcap, window, tokens, k_tokens, heads, groups, together,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys and values from one query head, [k tokens, N, D or V]; clears as the forward does.
+    """Gradients of a tile of keys and values from some query heads, [k tokens, heads, D or V]; clears as the forward.
 
-    A loop over the query heads of a kv head in here would save adding them up afterwards, but spills: 312 bytes of
-    stack at head dim 64 on sm_90, 0 without it.
+    `together` is 1, or as many as share a kv head; `heads` counts those of the results. What the compiler would hoist
+    out of the loop over heads spills: 440 bytes of stack at head dim 64 on sm_90, 0 where it may not.
     """
-    tile = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    kv_head = head // groups
-    heads = tl.num_programs(1)
-    columns, v_columns = tl.arange(0, DP), tl.arange(0, VP)
+    row, head = work()
+    query_head = head * together
+    q_ptr += query_head * stride_qh
+    k_ptr += query_head // groups * stride_kh
+    v_ptr += query_head // groups * stride_vh
+    grad_ptr += query_head * stride_gh
+    lse += query_head * tokens
+    delta += query_head * tokens
     grad_k_ptr += head * D
     grad_v_ptr += head * V
-    if tile >= rows:
-        token = (tile - rows) * BN + tl.arange(0, BN)
-        empty = outside(token, k_tokens, k_start, k_used, documents, steps)[:, None]
-        wide = token.to(tl.int64)[:, None] * heads
-        zeros = tl.zeros([BN, DP], grad_k_ptr.dtype.element_ty)
-        tl.store(grad_k_ptr + wide * D + columns[None, :], zeros, mask=empty & (columns < D)[None, :])
-        zeros = tl.zeros([BN, VP], grad_v_ptr.dtype.element_ty)
-        tl.store(grad_v_ptr + wide * V + v_columns[None, :], zeros, mask=empty & (v_columns < V)[None, :])
-        return
-    document, begin, queries, query_count, keys, key_count, shift = document_of(
-        table, tile, q_start, q_used, q_offset, k_start, k_used, k_offset
-    )
-    if document < 0:
-        return
-    key = begin - keys + tl.arange(0, BN)
-    token = (keys + key).to(tl.int64)
-    k_rows = k_ptr + token[:, None] * stride_kt + kv_head * stride_kh + columns[None, :]
-    v_rows = v_ptr + token[:, None] * stride_vt + kv_head * stride_vh + v_columns[None, :]
-    k = load_rows(k_rows, key, key_count, columns, D, DP, True)
-    v = load_rows(v_rows, key, key_count, v_columns, V, VP, True)
-    first = begin - keys
-    last = tl.minimum(first + BN, key_count) - 1
-    ranges = _query_ranges(first, last, query_count, shift, window, BM, CAUSAL, WINDOW)
-    row = queries.to(tl.int64) + tl.arange(0, BM)
-    q_rows = q_ptr + row[:, None] * stride_qt + head * stride_qh + columns[None, :]
-    grad_rows = grad_ptr + row[:, None] * stride_gt + head * stride_gh + v_columns[None, :]
-    place = head * tokens + queries
-    state = (tl.zeros([BN, DP], tl.float32), tl.zeros([BN, VP], tl.float32))
-    grad_k, grad_v = _key_loops(
-        k, v, q_rows, grad_rows, lse + place, delta + place, ranges, stride_qt, stride_gt, query_count, key, key_count,
-        shift, state, (scale2, softcap, window), columns, v_columns, D, V, DP, VP, BM, CAUSAL, WINDOW, SOFTCAP, EXACT,
-    )  # fmt: skip
-    wide = token[:, None] * heads
-    store_rows(grad_k_ptr + wide * D + columns[None, :], grad_k * scale, key, key_count, columns, D, DP)
-    store_rows(grad_v_ptr + wide * V + v_columns[None, :], grad_v, key, key_count, v_columns, V, VP)
+    document = tl.load(table + 4 * row)
+    begin = tl.load(table + 4 * row + 1)
+    if document >= 0:
+        place = places(document, q_start, q_used, q_offset, k_start, k_used, k_offset)
+        _key_tile(
+            q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_k_ptr, grad_v_ptr, begin, place, scale,
+            (scale2, softcap, window), (stride_qt, stride_kt, stride_vt, stride_gt, heads * D, heads * V),
+            (stride_qh, stride_gh, tokens), together, D, V, DP, VP, BM, BN, CAUSAL, WINDOW, SOFTCAP, EXACT,
+        )  # fmt: skip
+    elif document == TAIL:
+        clear_rows(grad_k_ptr, begin, heads * D, k_tokens, D, DP, BN)
+        clear_rows(grad_v_ptr, begin, heads * V, k_tokens, V, VP, BN)
 
 
 @jit
@@ -225,48 +257,31 @@ def _query_step(
 
 
 @jit
-def flash_queries(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_q_ptr, table, q_start, q_used, q_offset, k_start, k_used,
-    k_offset, scale, scale2, softcap, window, documents, steps, tokens, rows, groups, stride_qt,
-    stride_qh, stride_kt, stride_kh,
-    stride_vt, stride_vh, stride_gt, stride_gh,
+def _query_tile(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_q_ptr, begin, place, scale, settings, strides,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a tile of queries of a head; clears as the forward does."""
-    tile = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    heads = tl.num_programs(1)
+    """Gradient of the queries `begin` and after; pointers are those of the heads."""
+    queries, query_count, keys, key_count, shift = place
+    _, _, window = settings
+    stride_qt, stride_kt, stride_vt, stride_gt, stride_gq = strides
     columns, v_columns = tl.arange(0, DP), tl.arange(0, VP)
-    grad_q_ptr += head * D
-    if tile >= rows:
-        token = (tile - rows) * BM + tl.arange(0, BM)
-        empty = outside(token, tokens, q_start, q_used, documents, steps)[:, None]
-        pointers = grad_q_ptr + token.to(tl.int64)[:, None] * heads * D + columns[None, :]
-        tl.store(pointers, tl.zeros([BM, DP], grad_q_ptr.dtype.element_ty), mask=empty & (columns < D)[None, :])
-        return
-    document, begin, queries, query_count, keys, key_count, shift = document_of(
-        table, tile, q_start, q_used, q_offset, k_start, k_used, k_offset
-    )
-    if document < 0:
-        return
-    kv_head = head // groups
     query = begin - queries + tl.arange(0, BM)
     token = (queries + query).to(tl.int64)
     here = query < query_count
-    q_rows = q_ptr + token[:, None] * stride_qt + head * stride_qh + columns[None, :]
-    grad_rows = grad_ptr + token[:, None] * stride_gt + head * stride_gh + v_columns[None, :]
+    q_rows = q_ptr + token[:, None] * stride_qt + columns[None, :]
+    grad_rows = grad_ptr + token[:, None] * stride_gt + v_columns[None, :]
     q = load_rows(q_rows, query, query_count, columns, D, DP, True)
     grad = load_rows(grad_rows, query, query_count, v_columns, V, VP, True)
-    total = tl.load(lse + head * tokens + token, mask=here, other=0.0)
-    centre = tl.load(delta + head * tokens + token, mask=here, other=0.0)
+    total = tl.load(lse + token, mask=here, other=0.0)
+    centre = tl.load(delta + token, mask=here, other=0.0)
     key_row = keys.to(tl.int64) + tl.arange(0, BN)
-    k_rows = k_ptr + key_row[:, None] * stride_kt + kv_head * stride_kh + columns[None, :]
-    v_rows = v_ptr + key_row[:, None] * stride_vt + kv_head * stride_vh + v_columns[None, :]
+    k_rows = k_ptr + key_row[:, None] * stride_kt + columns[None, :]
+    v_rows = v_ptr + key_row[:, None] * stride_vt + v_columns[None, :]
     first = begin - queries + shift
     last = tl.minimum(begin - queries + BM, query_count) - 1 + shift
     low, full, ragged, high = _key_ranges(first, last, key_count, window, BN, CAUSAL, WINDOW)
-    settings = (scale2, softcap, window)
     grad_q = tl.zeros([BM, DP], tl.float32)
     if WINDOW:
         for j in tl.range(low, full, BN):
@@ -284,5 +299,35 @@ def flash_queries(
             q, grad, total, centre, k_rows, v_rows, j, stride_kt, stride_vt, query, query_count, key_count, shift,
             grad_q, settings, columns, v_columns, D, V, DP, VP, BN, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
         )  # fmt: skip
-    pointers = grad_q_ptr + token[:, None] * heads * D + columns[None, :]
+    pointers = grad_q_ptr + token[:, None] * stride_gq + columns[None, :]
     store_rows(pointers, grad_q * scale, query, query_count, columns, D, DP)
+
+
+@jit
+def flash_queries(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_q_ptr, table, q_start, q_used, q_offset, k_start, k_used,
+    k_offset, scale, scale2, softcap, window, tokens, heads, groups,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a tile of queries of a head; clears as the forward does."""
+    row, head = work()
+    q_ptr += head * stride_qh
+    k_ptr += head // groups * stride_kh
+    v_ptr += head // groups * stride_vh
+    grad_ptr += head * stride_gh
+    lse += head * tokens
+    delta += head * tokens
+    grad_q_ptr += head * D
+    document = tl.load(table + 4 * row)
+    begin = tl.load(table + 4 * row + 1)
+    if document >= 0:
+        place = places(document, q_start, q_used, q_offset, k_start, k_used, k_offset)
+        _query_tile(
+            q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_q_ptr, begin, place, scale,
+            (scale2, softcap, window), (stride_qt, stride_kt, stride_vt, stride_gt, heads * D),
+            D, V, DP, VP, BM, BN, CAUSAL, WINDOW, SOFTCAP, EXACT,
+        )  # fmt: skip
+    elif document == TAIL:
+        clear_rows(grad_q_ptr, begin, heads * D, tokens, D, DP, BM)

@@ -7,27 +7,42 @@ Shape letters: BM queries and BN keys of a tile; DP, VP head dims padded to powe
 
 from __future__ import annotations
 
+from gapless.batch import TAIL as _TAIL
 from gapless.kernels.runtime import jit, tl
+
+TAIL = _TAIL if tl is None else tl.constexpr(_TAIL)
 
 # ---- shared by the kernels ----
 
 
 @jit
-def document_of(table, tile, q_start, q_used, q_offset, k_start, k_used, k_offset):
-    """A row of a tile table and its document's place in both streams.
+def work():
+    """The row of the tile table for this program, and its head: programs are (head of a section, row, section).
 
-    Returns (document or -1, first token of the tile, start and tokens of its queries, start and tokens of its keys,
-    position of query 0 counted from key 0).
+    Heads are done in sections whose keys and values fit the L2 cache together. In a section the longest tiles of all
+    heads start first, and heads that share keys and values are neighbours.
     """
-    document = tl.load(table + 4 * tile)
-    first = tl.load(table + 4 * tile + 1)
-    safe = tl.maximum(document, 0)
-    queries = tl.load(q_start + safe)
-    query_count = tl.load(q_used + safe)
-    keys = tl.load(k_start + safe)
-    key_count = tl.load(k_used + safe)
-    shift = tl.load(q_offset + safe) - tl.load(k_offset + safe)
-    return document, first, queries, query_count, keys, key_count, shift
+    head = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    return tl.program_id(1), head.to(tl.int64)
+
+
+@jit
+def places(document, q_start, q_used, q_offset, k_start, k_used, k_offset):
+    """Start and tokens of a document's queries, of its keys, and the position of query 0 counted from key 0."""
+    queries = tl.load(q_start + document)
+    query_count = tl.load(q_used + document)
+    keys = tl.load(k_start + document)
+    key_count = tl.load(k_used + document)
+    return queries, query_count, keys, key_count, tl.load(q_offset + document) - tl.load(k_offset + document)
+
+
+@jit
+def clear_rows(pointer, first, stride, tokens, C: tl.constexpr, CP: tl.constexpr, B: tl.constexpr):
+    """Zeros for [B, C] from token `first` on, up to the end of the stream."""
+    token = first.to(tl.int64) + tl.arange(0, B)
+    columns = tl.arange(0, CP)
+    zeros = tl.zeros([B, CP], tl.float32)
+    store_rows(pointer + token[:, None] * stride + columns[None, :], zeros, token, tokens, columns, C, CP)
 
 
 @jit
@@ -91,21 +106,6 @@ def visible(query, key, key_count, window, CAUSAL: tl.constexpr, WINDOW: tl.cons
     return mask
 
 
-@jit
-def outside(tokens, total, start, used, documents, steps):
-    """Which tokens of a stream belong to no document: a binary search for the last document that starts before."""
-    low = tl.zeros_like(tokens)
-    high = tl.zeros_like(tokens) + documents
-    for _ in range(steps):
-        middle = (low + high) // 2
-        before = tl.load(start + middle) <= tokens
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    begin = tl.load(start + low)
-    end = begin + tl.load(used + low)
-    return (tokens < total) & ((tokens < begin) | (tokens >= end))
-
-
 # ---- forward ----
 
 
@@ -159,47 +159,26 @@ def _key_ranges(first, last, key_count, window, BN: tl.constexpr, CAUSAL: tl.con
 
 
 @jit
-def flash_forward(
-    q_ptr, k_ptr, v_ptr, sinks, out_ptr, lse, table, q_start, q_used, q_offset, k_start, k_used, k_offset,
-    scale2, softcap, window, documents, steps, tokens, rows, groups, stride_qt, stride_qh,
-    stride_kt, stride_kh, stride_vt, stride_vh,
-    stride_ot, stride_oh,
+def _forward_tile(
+    q_ptr, k_ptr, v_ptr, sinks, out_ptr, lse, begin, place, settings, strides,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the forward table and a head; the programs after the table's rows clear what is in no document."""
-    tile = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    out_ptr += head * stride_oh
-    lse += head * tokens
-    v_columns = tl.arange(0, VP)
-    if tile >= rows:
-        token = (tile - rows) * BM + tl.arange(0, BM)
-        empty = outside(token, tokens, q_start, q_used, documents, steps)
-        pointers = out_ptr + token.to(tl.int64)[:, None] * stride_ot + v_columns[None, :]
-        zeros = tl.zeros([BM, VP], out_ptr.dtype.element_ty)
-        tl.store(pointers, zeros, mask=empty[:, None] & (v_columns < V)[None, :])
-        tl.store(lse + token, tl.zeros([BM], tl.float32) - float("inf"), mask=empty)
-        return
-    document, begin, queries, query_count, keys, key_count, shift = document_of(
-        table, tile, q_start, q_used, q_offset, k_start, k_used, k_offset
-    )
-    if document < 0:
-        return
-    kv_head = head // groups
+    """Attend from the queries `begin` and after; pointers are those of the heads."""
+    queries, query_count, keys, key_count, shift = place
+    _, _, window = settings
+    stride_qt, stride_kt, stride_vt, stride_ot = strides
+    columns, v_columns = tl.arange(0, DP), tl.arange(0, VP)
     row = begin - queries + tl.arange(0, BM)
-    columns = tl.arange(0, DP)
     token = (queries + row).to(tl.int64)
-    q_rows = q_ptr + token[:, None] * stride_qt + head * stride_qh + columns[None, :]
-    q = load_rows(q_rows, row, query_count, columns, D, DP, True)
+    q = load_rows(q_ptr + token[:, None] * stride_qt + columns[None, :], row, query_count, columns, D, DP, True)
     key_row = keys.to(tl.int64) + tl.arange(0, BN)
-    k_rows = k_ptr + key_row[:, None] * stride_kt + kv_head * stride_kh + columns[None, :]
-    v_rows = v_ptr + key_row[:, None] * stride_vt + kv_head * stride_vh + v_columns[None, :]
+    k_rows = k_ptr + key_row[:, None] * stride_kt + columns[None, :]
+    v_rows = v_ptr + key_row[:, None] * stride_vt + v_columns[None, :]
     first = begin - queries + shift
     last = tl.minimum(begin - queries + BM, query_count) - 1 + shift
     low, full, ragged, high = _key_ranges(first, last, key_count, window, BN, CAUSAL, WINDOW)
     query = row + shift
-    settings = (scale2, softcap, window)
     accumulator = tl.zeros([BM, VP], tl.float32)
     top = tl.zeros([BM], tl.float32) - float("inf")
     total = tl.zeros([BM], tl.float32)
@@ -220,7 +199,7 @@ def flash_forward(
             columns, v_columns, D, V, DP, VP, BN, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
         )  # fmt: skip
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.44269504
+        sink = tl.load(sinks).to(tl.float32) * 1.44269504
         new_top = tl.maximum(top, sink)
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.exp2(sink - new_top)
@@ -231,3 +210,33 @@ def flash_forward(
     store_rows(pointers, accumulator, row, query_count, v_columns, V, VP)
     # log2(0) is -inf: a row that sees nothing.
     tl.store(lse + token, top + tl.log2(total), mask=row < query_count)
+
+
+@jit
+def flash_forward(
+    q_ptr, k_ptr, v_ptr, sinks, out_ptr, lse, table, q_start, q_used, q_offset, k_start, k_used, k_offset,
+    scale2, softcap, window, tokens, groups, stride_qt, stride_qh, stride_kt, stride_kh,
+    stride_vt, stride_vh, stride_ot, stride_oh,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """A tile of the forward table for one head; tiles of the tail are cleared."""
+    row, head = work()
+    q_ptr += head * stride_qh
+    k_ptr += head // groups * stride_kh
+    v_ptr += head // groups * stride_vh
+    out_ptr += head * stride_oh
+    lse += head * tokens
+    document = tl.load(table + 4 * row)
+    begin = tl.load(table + 4 * row + 1)
+    if document >= 0:
+        place = places(document, q_start, q_used, q_offset, k_start, k_used, k_offset)
+        _forward_tile(
+            q_ptr, k_ptr, v_ptr, sinks + head, out_ptr, lse, begin, place, (scale2, softcap, window),
+            (stride_qt, stride_kt, stride_vt, stride_ot),
+            D, V, DP, VP, BM, BN, CAUSAL, WINDOW, SOFTCAP, SINKS, EXACT,
+        )  # fmt: skip
+    elif document == TAIL:
+        clear_rows(out_ptr, begin, stride_ot, tokens, V, VP, BM)
+        token = begin + tl.arange(0, BM)
+        tl.store(lse + token, tl.zeros([BM], tl.float32) - float("inf"), mask=token < tokens)
