@@ -101,7 +101,7 @@ def test_an_accumulator_beyond_2_to_the_31():
 
 
 def test_softmax_of_very_negative_scores():
-    """All near -2.5e5, and exact before the softmax; the weights' differences need the multiply-add that rounds once."""
+    """All near -2.5e5, exact before the softmax, whose differences need the multiply-add that rounds once."""
     case = Case(make_segments([40], None))
     case.inputs[0][:] = -250.0
     case.inputs[1][:] = 250.0
