@@ -19,7 +19,7 @@ from gapless.kernels.dropout import dropout
 from gapless.kernels.lora import InputDropout, WideWeight, lora_linear
 from gapless.kernels.quantized_state import QuantizedMoment
 from gapless.kernels.rms_norm import rms_norm
-from gapless.kernels.rope import rotary_table, rotate_qkv
+from gapless.kernels.rope import _Tiles, rotary_table, rotate_qkv
 from gapless.kernels.runtime import empty_rows
 from gapless.models.linear import Part
 
@@ -73,6 +73,12 @@ def _() -> None:
 @case("rope.glm")
 def _() -> None:
     rotate((2, 18, 128), 32, interleaved=True, norm="trained", tokens=96)
+
+
+@case("rope.row")
+def _() -> None:
+    with mock.patch("gapless.kernels.rope._tiles", lambda **kind: _Tiles(1, 1, 2)):
+        rotate((1, 4, 256), 96, interleaved=True, norm="trained", tokens=31)  # of rows that take a whole program each
 
 
 def head(size: int, dtype: torch.dtype = torch.bfloat16, **options) -> None:

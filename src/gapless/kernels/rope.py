@@ -244,13 +244,14 @@ def _rotate_forward(
 
 
 @jit
-def _norm_sums(x1, x2, x3, z1, z2, z3, turned, eps, D: tl.constexpr, REST: tl.constexpr):
+def _norm_sums(x1, x2, x3, z1, z2, z3, inside, is_value, eps, D: tl.constexpr, REST: tl.constexpr):
     """1 / RMS of rows x, and the mean of normalised x times its gradient z."""
     square = _row_sum(x1 * x1, x2 * x2, x3 * x3, REST)
     inner = _row_sum(x1 * z1, x2 * z2, x3 * z3, REST)
-    # Rows without a norm are zeros here: with eps = 0 they would become NaN in the sums.
-    rstd = tl.where(turned, tl.rsqrt(square / D + eps), 0.0)
-    return rstd, inner * rstd / D
+    # Rows that there are not are zeros: with eps = 0 they would become NaN in the sums. Values pass as they are,
+    # infinite ones too: x is 0, whatever the sum.
+    rstd = tl.where(is_value, 1.0, tl.where(inside, tl.rsqrt(square / D + eps), 0.0))
+    return rstd, tl.where(is_value, 0.0, inner * rstd / D)
 
 
 @jit
@@ -286,48 +287,52 @@ def _rotate_backward(
     PADDED: tl.constexpr,
     REST: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     token, head = row // (K * (G + 2)), row % (K * (G + 2))
     group = head // (G + 2)
     is_query, is_value = head - group * (G + 2) < G, head - group * (G + 2) == G + 1
-    wide = group.to(tl.int64)
     ahead = tl.num_programs(0) * ROWS // (K * (G + 2))
+    # One pointer and one stride a row from here on, rather than those of three tensors.
+    place, wide = token.to(tl.int64), group.to(tl.int64)
+    grad = v_grad + place * v_stride + wide * v_head_stride
+    grad = _choose(is_value, grad, k_grad + place * k_stride + wide * k_head_stride, ALIGNMENT)
+    q_place = place * q_stride + (head - 2 * wide) * q_head_stride
+    grad = _choose(is_query, q_grad + q_place, grad, ALIGNMENT)
+    jump = tl.where(is_query, q_stride, tl.where(is_value, v_stride, k_stride)).to(tl.int64) * ahead
     if NORM:
         weight = _choose(is_query, q_weight, k_weight, ALIGNMENT)
         w1, w2, w3 = _load_row(weight, row >= 0, D, HALF, PADDED, REST, INTERLEAVED)
         sum1, sum2, sum3 = tl.zeros_like(w1), tl.zeros_like(w2), tl.zeros_like(w3)
+        w1, w2, w3 = tl.where(is_value, 1.0, w1), tl.where(is_value, 1.0, w2), tl.where(is_value, 1.0, w3)
     else:
         w1, w2, w3, sum1, sum2, sum3 = 1.0, 1.0, 1.0, 0.0, 0.0, 0.0
-    for _ in range(steps):
-        inside = token < tokens
+    for step in tl.range(0, steps, num_stages=STAGES):
+        now = token + step * ahead
+        inside, place = now < tokens, now.to(tl.int64)
         turned = inside & (is_value == 0)
-        place = token.to(tl.int64)
-        k_place, v_place = place * k_stride + wide * k_head_stride, place * v_stride + wide * v_head_stride
-        source = _choose(is_value, v_grad + v_place, k_grad + k_place, ALIGNMENT)
-        q_place = place * q_stride + (head - 2 * wide) * q_head_stride
-        source = _choose(is_query, q_grad + q_place, source, ALIGNMENT)
-        a1, a2, a3 = _load_row(source, inside, D, HALF, PADDED, REST, INTERLEAVED)
+        source = tl.multiple_of(grad + step * jump, [ALIGNMENT, ALIGNMENT])
+        a1, a2, y3 = _load_row(source, inside, D, HALF, PADDED, REST, INTERLEAVED)
         c = _load_columns(cos + place * HALF, turned, 0, HALF, PADDED)
         s = _load_columns(sin + place * HALF, turned, 0, HALF, PADDED)
-        y1, y2, y3 = a1 * c + a2 * s, a2 * c - a1 * s, a3
+        # Values are copied.
+        y1 = tl.where(is_value, a1, a1 * c + a2 * s)
+        y2 = tl.where(is_value, a2, a2 * c - a1 * s)
         if NORM:
             source = qkv + place * stride + head * D
             x1, x2, x3 = _load_row(source, turned, D, HALF, PADDED, REST, INTERLEAVED)
             z1, z2, z3 = y1 * w1, y2 * w2, y3 * w3
-            rstd, inner = _norm_sums(x1, x2, x3, z1, z2, z3, turned, eps, D, REST)
+            rstd, inner = _norm_sums(x1, x2, x3, z1, z2, z3, inside, is_value, eps, D, REST)
             n1, n2, n3 = x1 * rstd, x2 * rstd, x3 * rstd
             if WEIGHTS:
                 sum1, sum2 = sum1 + y1 * n1, sum2 + y2 * n2
                 if REST:
                     sum3 += y3 * n3
             y1, y2, y3 = (z1 - n1 * inner) * rstd, (z2 - n2 * inner) * rstd, (z3 - n3 * inner) * rstd
-        # Values are copied.
-        y1, y2, y3 = tl.where(is_value, a1, y1), tl.where(is_value, a2, y2), tl.where(is_value, a3, y3)
         target = out + place * (K * (G + 2) * D) + head * D
         _store_pair(target, y1, y2, inside, HALF, PADDED, INTERLEAVED)
         _store_columns(target, y3, inside, 2 * HALF, D, REST)
-        token += ahead
     if WEIGHTS:
         target = partial + tl.program_id(0) * 2 * D
         _store_sums(target, is_query, sum1, sum2, sum3, D, HALF, INTERLEAVED, PADDED, REST)
@@ -381,6 +386,8 @@ class _Tiles(NamedTuple):
     warps: int
     programs: int
     """Per multiprocessor, each taking many steps; 0 for one step each."""
+    stages: int = 1
+    """Of the backward's loop over steps: rows of `stages - 1` of them are on their way to shared memory meanwhile."""
 
 
 def _tiles(*, backward: bool, norm: bool, weights: bool) -> _Tiles:
@@ -407,7 +414,8 @@ def _split(
     rest = next_power_of_2(features - 2 * half) if 2 * half < features else 0
     lanes = tiles.vectors * tiles.warps * 32 * (16 // x.element_size())
     # With norms much is in registers for every feature: those that are not rotated count.
-    rows = next_power_of_2(max(1, lanes // (padded + rest // 2 if norm else padded)))
+    # Two at least: of one row Triton 3.6 makes scalars, and stops at what `_choose` says of their two dimensions.
+    rows = next_power_of_2(max(2, lanes // (padded + rest // 2 if norm else padded)))
     count = cdiv(tokens * heads, rows)
     # A step goes on by whole tokens.
     unit = heads // math.gcd(heads, rows)
@@ -486,6 +494,7 @@ def _fast_backward(
         0 if qkv is None else qkv.stride(0),
         settings.eps,
         WEIGHTS=weight_grads,
+        STAGES=tiles.stages,
         ALIGNMENT=_alignment([*grads, *weights]),
         **split.settings,
     )
