@@ -78,8 +78,20 @@ class WideWeight:
     """A frozen weight and low-precision copies of its adapters in one buffer [out + S, in + S].
 
     W is in the top left corner, the copy of B in the columns behind it, that of A in the rows below; the rest is zero.
-    Rows are whole multiples of 64 elements, so that all begin at addresses that suit the matrix units.
+    Rows are whole multiples of 64 elements, so that all begin at addresses that suit the matrix units. The views below
+    are made once: every call reads some, and to make one takes microseconds.
     """
+
+    weight: torch.Tensor
+    """W, a view [*leading, in]."""
+    flat: torch.Tensor
+    """W, a view [out, in]."""
+    rows: torch.Tensor
+    """[W | B | 0], a view [out, in + S]."""
+    a: torch.Tensor
+    """The copy of A, a view [R, in]."""
+    b: torch.Tensor
+    """The copy of B, a view [out, R]."""
 
     def __init__(self, weight: torch.Tensor, rank: int, parts: Sequence[Rows]) -> None:
         """Copy a weight into a new buffer; the adapters are zero until `refresh`.
@@ -92,8 +104,14 @@ class WideWeight:
         self.leading, self.channels, self.rank, self.parts = weight.shape[:-1], weight.shape[-1], rank, tuple(parts)
         self.out = weight[..., 0].numel()
         self.spare = self.spare_for(self.channels, rank)
-        self.buffer = weight.new_zeros(self.out + self.spare, self.channels + self.spare)
-        assert self.buffer.numel() < 2**31, "kernels count the elements of a weight in 32 bits"
+        buffer = weight.new_zeros(self.out + self.spare, self.channels + self.spare)
+        assert buffer.numel() < 2**31, "kernels count the elements of a weight in 32 bits"
+        self.dtype, self.rows = buffer.dtype, buffer[: self.out]
+        self.flat = self.rows[:, : self.channels]
+        self.weight = self.flat.unflatten(0, self.leading)
+        self.a = buffer[self.out : self.out + rank, : self.channels]
+        self.b = self.rows[:, self.channels : self.channels + rank]
+        self._strides = self.weight.stride()
         self._sources: tuple[tuple[int, int], ...] = ()
         self.weight.copy_(weight)
 
@@ -107,33 +125,13 @@ class WideWeight:
         return cdiv(channels + rank, 64) * 64 - channels
 
     @property
-    def weight(self) -> torch.Tensor:
-        """W, a view [*leading, in]."""
-        return self.buffer[: self.out, : self.channels].unflatten(0, self.leading)
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """[W | B | 0], a view [out, in + S]."""
-        return self.buffer[: self.out]
-
-    @property
-    def a(self) -> torch.Tensor:
-        """The copy of A, a view [R, in]."""
-        return self.buffer[self.out : self.out + self.rank, : self.channels]
-
-    @property
-    def b(self) -> torch.Tensor:
-        """The copy of B, a view [out, R]."""
-        return self.buffer[: self.out, self.channels : self.channels + self.rank]
-
-    @property
     def version(self) -> tuple[tuple[int, int], ...]:
         """Of the adapters whose values are in the buffer."""
         return self._sources
 
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether a tensor is `weight`, rather than one that has come into its place."""
-        return weight.data_ptr() == self.buffer.data_ptr() and weight.stride() == self.weight.stride()
+        return weight.data_ptr() == self.weight.data_ptr() and weight.stride() == self._strides
 
     def blocks(self, placed: torch.Tensor) -> list[torch.Tensor]:
         """The block of each part in a matrix like B, as views [*part's dimensions, columns of the part]."""
@@ -202,7 +200,7 @@ class _LoraLinear(torch.autograd.Function):
         else:
             assert inner is not None
             y = spread(inner, wide.b.t(), None, residual, bias)
-            y.addmm_(x, wide.weight.flatten(0, -2).t())
+            y.addmm_(x, wide.flat.t())
         drop = (
             () if layer.drop is None else (layer.drop.counters.key, layer.drop.counters.row, layer.drop.counters.column)
         )
@@ -229,7 +227,7 @@ class _LoraLinear(torch.autograd.Function):
             if needs_x:
                 # The update's part first: the large GEMM adds to it and rounds last.
                 grad_x = spread(grad_inner, wide.a, drop)
-                grad_x.addmm_(grad, wide.weight.flatten(0, -2))
+                grad_x.addmm_(grad, wide.flat)
             if needs_a:
                 grad_a = outer(grad_inner, x, drop, rank_first=True)
         grad_b: list[torch.Tensor | None] = [None] * len(needs_b)
@@ -270,7 +268,7 @@ def lora_linear(
     Returns:
         [T, out] in x's dtype, which is the weight's. The gradients of A and B are float32 and not rounded before.
     """
-    assert x.dtype == wide.buffer.dtype
+    assert x.dtype == wide.dtype
     assert x.shape[1] == wide.channels
     if dropout is not None and is_identity(dropout.p):
         dropout = None
@@ -279,7 +277,7 @@ def lora_linear(
         if x.stride(1) != 1:
             x = x.contiguous()
         return _LoraLinear.apply(_Layer(wide, scale, bias, dropout), x, residual, a, *b)
-    y = functional.linear(x, wide.weight.flatten(0, -2), bias)
+    y = functional.linear(x, wide.flat, bias)
     y = y if residual is None else y + residual
     placed = x.new_zeros(wide.out, wide.rank)
     for block, part in zip(wide.blocks(placed), b, strict=True):

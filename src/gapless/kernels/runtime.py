@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -84,14 +85,25 @@ def runs_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and triton is not None and architecture(device) >= OLDEST
 
 
+def reference_note(device: torch.device) -> str | None:
+    """Why a GPU runs the slow references, or None."""
+    if device.type != "cuda" or runs_kernels(device):
+        return None
+    if triton is None:
+        return "note: Triton is not installed, so plain PyTorch operations run, which are slow; pip install triton"
+    if architecture(device) < OLDEST:
+        name = torch.cuda.get_device_name(device)
+        return f"note: kernels need compute capability 8.0; {name} has less, so plain PyTorch operations run"
+    return None
+
+
 def architecture(device: torch.device) -> int:
     """Compute capability of a GPU as one number: 80, 86, 89, 90, 100, 120, ...; `OLDEST` for a CPU."""
     if _forced.architecture is not None:
         return _forced.architecture
     if device.type != "cuda":
         return OLDEST
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return _properties(device)[0]
 
 
 def family(device: torch.device) -> int:
@@ -101,7 +113,18 @@ def family(device: torch.device) -> int:
 
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; a few for a CPU, where the interpreter runs one program after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return _properties(device)[1] if device.type == "cuda" else 3
+
+
+def _properties(device: torch.device) -> tuple[int, int]:
+    return _properties_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _properties_of(index: int) -> tuple[int, int]:
+    """Compute capability and multiprocessors of a GPU; to ask takes microseconds, and every launch does."""
+    properties = torch.cuda.get_device_properties(index)
+    return 10 * properties.major + properties.minor, properties.multi_processor_count
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **settings: Any) -> None:

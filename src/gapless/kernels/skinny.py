@@ -28,7 +28,7 @@ def _drop(x, key_ptr, row_ptr, column_ptr, token, inside, place, first_group, LI
 
 
 @jit
-def _store_inner(out_ptr, copy_ptr, inner, token, inside, block, rank, out_stride, out_columns, COPY: tl.constexpr):
+def _store_inner(out_ptr, copy_ptr, inner, token, inside, block, rank, out_stride, out_columns):
     """Write a tile [tokens, RANK], its columns from `rank` on as zeros; the last block of ranks also all behind it."""
     RANK: tl.constexpr = inner.shape[1]
     r = block * RANK + tl.arange(0, RANK)
@@ -36,7 +36,7 @@ def _store_inner(out_ptr, copy_ptr, inner, token, inside, block, rank, out_strid
     inner = tl.where((r < rank)[None, :], inner, 0.0).to(out_ptr.dtype.element_ty)
     out = out_ptr + token.to(tl.int64)[:, None] * out_stride
     tl.store(out + r[None, :], inner, mask=inside[:, None] & (r < out_columns)[None, :])
-    if COPY:
+    if copy_ptr is not None:
         copy = copy_ptr + token.to(tl.int64)[:, None] * rank + r[None, :]
         tl.store(copy, inner, mask=inside[:, None] & (r < rank)[None, :])
     if (block + 1) * RANK >= rank:
@@ -68,7 +68,6 @@ def _project_kernel(
     skipped,
     LIMIT: tl.constexpr,
     SPLITS: tl.constexpr,
-    COPY: tl.constexpr,
     TOKENS: tl.constexpr,
     RANK: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -93,7 +92,7 @@ def _project_kernel(
         w = tl.load(w_rows + channel[:, None] * w_channel_stride, mask=w_mask, other=0.0)
         inner = tl.dot(x, w, inner, input_precision="ieee")
     if SPLITS == 1:
-        _store_inner(out_ptr, copy_ptr, inner * scale, token, inside, block, rank, out_stride, out_columns, COPY)
+        _store_inner(out_ptr, copy_ptr, inner * scale, token, inside, block, rank, out_stride, out_columns)
     else:
         line = (token.to(tl.int64) * SPLITS + split)[:, None] * out_stride
         tl.store(out_ptr + line + r[None, :], inner, mask=inside[:, None])
@@ -111,7 +110,6 @@ def _add_splits_kernel(
     out_columns,
     scale,
     SPLITS: tl.constexpr,
-    COPY: tl.constexpr,
     TOKENS: tl.constexpr,
     RANK: tl.constexpr,
 ):
@@ -124,7 +122,7 @@ def _add_splits_kernel(
     for split in tl.static_range(SPLITS):
         line = (token.to(tl.int64) * SPLITS + split)[:, None] * partial_stride
         inner += tl.load(partial_ptr + line + r[None, :], mask=inside[:, None], other=0.0)
-    _store_inner(out_ptr, copy_ptr, inner * scale, token, inside, block, rank, out_stride, out_columns, COPY)
+    _store_inner(out_ptr, copy_ptr, inner * scale, token, inside, block, rank, out_stride, out_columns)
 
 
 @jit
@@ -146,8 +144,6 @@ def _spread_kernel(
     place,
     first_group,
     skipped,
-    RESIDUAL: tl.constexpr,
-    BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
     TOKENS: tl.constexpr,
     RANK: tl.constexpr,
@@ -170,10 +166,10 @@ def _spread_kernel(
         out = tl.dot(inner, w, out, input_precision="ieee")
     if LIMIT is not None:
         out = _drop(out, key_ptr, row_ptr, column_ptr, token, inside, place, first_group + start // 4, LIMIT)
-    if RESIDUAL:
+    if residual_ptr is not None:
         residual = residual_ptr + line * residual_stride + channel[None, :]
         out += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
+    if bias_ptr is not None:
         out += tl.load(bias_ptr + channel, mask=valid, other=0.0).to(tl.float32)[None, :]
     tl.store(out_ptr + line * channels + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -253,20 +249,25 @@ _MOST_RANK = 64
 def _tiles(kind: str, device: torch.device, tokens: int, channels: int, element_size: int) -> _Tiles:
     """Tiles of `_project_kernel` ("project"), `_spread_kernel` ("spread") and `_outer_kernel` ("outer").
 
-    A sum is cut into pieces until there are two programs for each multiprocessor, which keep enough reads in flight.
+    A sum is cut into pieces where there are too few programs for a multiprocessor's share of the reads to be in flight.
     """
-    wide = element_size > 2
     roomy = family(device) in (80, 90, 100)
     programs = 2 * multiprocessors(device)
+    if element_size > 2:
+        tile, stages = (32, 64) if kind == "spread" else (32, 32), 2
+    elif kind == "project":
+        # Each program reads all of w: with as many channels as that is much, fewer programs of more tokens are faster.
+        tile, stages = ((64, 64), 5) if channels > 16384 else ((32, 128), 4)
+        stages -= not roomy
+    elif kind == "outer":
+        tile, stages = (64, 64 if cdiv(channels, 64) > programs else 128), 4
+    else:
+        tile, stages = (64, 128), 2
     if kind == "project":
-        tile = (32, 32) if wide else (64, 64)
-        splits = min(max(programs // max(cdiv(tokens, tile[0]), 1), 1), max(channels // 512, 1), 32)
-        return _Tiles(*tile, splits, 4, 2 if wide else 5 if roomy else 4)
-    if kind == "outer":
-        tile = (32, 32) if wide else (64, 64)
-        splits = min(max(programs // cdiv(channels, tile[1]), 1), max(tokens // 256, 1), 32)
-        return _Tiles(*tile, splits, 4, 2 if wide else 4)
-    return _Tiles(32 if wide else 64, 64 if wide else 128, 1, 4, 2)
+        splits = min(programs // max(cdiv(tokens, tile[0]), 1), channels // 512, 32)
+    else:
+        splits = min(programs // cdiv(channels, tile[1]), tokens // 256, 32) if kind == "outer" else 1
+    return _Tiles(*tile, max(splits, 1), 4, stages)
 
 
 def _rank_tile(rank: int) -> int:
@@ -274,9 +275,9 @@ def _rank_tile(rank: int) -> int:
 
 
 def _dropout_arguments(drop: InputDropout | None, x: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-    """The kernels' tensors, place and limit; without dropout any tensor, and None."""
+    """The kernels' tensors, place and limit; without dropout no tensors, and None."""
     if drop is None:
-        return (x, x, x), (0, 0, 0), None
+        return (None, None, None), (0, 0, 0), None
     assert drop.counters.row.shape == drop.counters.column.shape == (len(x),), "one row and column a token"
     tensors = (drop.counters.key, drop.counters.row, drop.counters.column)
     place = (drop.layer << 8 | drop.site, drop.first_channel // 4, drop.first_channel % 4)
@@ -304,14 +305,13 @@ def project(
     else:
         assert copied is not None
         out = copied
-    both = copied is not None and copied is not out
-    other = out if copied is None else copied
+    other = None if copied is out else copied
     tiles, rank_tile = _tiles("project", x.device, tokens, channels, x.element_size()), _rank_tile(rank)
     blocks, splits = cdiv(rank, rank_tile), tiles.splits
-    target, copies = (out, both) if splits == 1 else (_partial(x, tokens, splits, blocks * rank_tile), False)
+    target, copies = (out, other) if splits == 1 else (_partial(x, tokens, splits, blocks * rank_tile), None)
     tensors, place, limit = _dropout_arguments(drop, x)
     strides = (x.stride(0), w.stride(0), w.stride(1), target.stride(-2))
-    arguments = (x, w, target, other, *tensors, tokens, channels, rank, *strides, out.shape[1], scale, *place)
+    arguments = (x, w, target, copies, *tensors, tokens, channels, rank, *strides, out.shape[1], scale, *place)
     launch(
         _project_kernel,
         (cdiv(tokens, tiles.tokens), splits, blocks),
@@ -319,7 +319,6 @@ def project(
         *arguments,
         LIMIT=limit,
         SPLITS=splits,
-        COPY=copies,
         TOKENS=tiles.tokens,
         RANK=rank_tile,
         CHANNELS=tiles.channels,
@@ -328,7 +327,7 @@ def project(
     )
     if splits > 1:
         arguments = (target, out, other, tokens, rank, target.stride(-2), out.stride(0), out.shape[1], scale)
-        settings = {"SPLITS": splits, "COPY": both, "TOKENS": 16, "RANK": rank_tile}
+        settings = {"SPLITS": splits, "TOKENS": 16, "RANK": rank_tile}
         launch(_add_splits_kernel, (cdiv(tokens, 16), blocks), x.device, *arguments, **settings, num_warps=4)
     return copied
 
@@ -353,14 +352,11 @@ def spread(
     tiles = _tiles("spread", inner.device, tokens, channels, inner.element_size())
     tensors, place, limit = _dropout_arguments(drop, inner)
     strides = (w.stride(0), w.stride(1), channels if residual is None else residual.stride(0))
-    added = (out if residual is None else residual, out if bias is None else bias)
     launch(
         _spread_kernel,
         (cdiv(tokens, tiles.tokens), cdiv(place[2] + channels, tiles.channels)),
         inner.device,
-        *(inner, w, *added, out, *tensors, tokens, channels, rank, *strides, *place),
-        RESIDUAL=residual is not None,
-        BIAS=bias is not None,
+        *(inner, w, residual, bias, out, *tensors, tokens, channels, rank, *strides, *place),
         LIMIT=limit,
         TOKENS=tiles.tokens,
         RANK=_rank_tile(rank),
