@@ -19,6 +19,18 @@ from gapless.kernels.runtime import cdiv, family, jit, launch, multiprocessors, 
 
 
 @jit
+def _channels(start, skipped, channels, CHANNELS: tl.constexpr, LIMIT: tl.constexpr):
+    """The channels from `start` on, and which there are; with dropout a row begins `skipped` channels early."""
+    channel = start + tl.arange(0, CHANNELS)
+    if LIMIT is None:
+        valid = channel < channels
+    else:
+        channel -= skipped
+        valid = (channel >= 0) & (channel < channels)
+    return channel, valid
+
+
+@jit
 def _drop(x, key_ptr, row_ptr, column_ptr, token, inside, place, first_group, LIMIT: tl.constexpr):
     """A tile [tokens, channels] with zeros where dropout has them."""
     row = tl.load(row_ptr + token, mask=inside, other=0)
@@ -83,8 +95,7 @@ def _project_kernel(
     length = tl.cdiv(end, SPLITS * CHANNELS) * CHANNELS
     inner = tl.zeros((TOKENS, RANK), tl.float32)
     for start in range(split * length, tl.minimum(split * length + length, end), CHANNELS):
-        channel = start + tl.arange(0, CHANNELS) - skipped
-        valid = (channel >= 0) & (channel < channels)
+        channel, valid = _channels(start, skipped, channels, CHANNELS, LIMIT)
         x = tl.load(x_rows + channel[None, :], mask=inside[:, None] & valid[None, :], other=0.0)
         if LIMIT is not None:
             x = _drop(x, key_ptr, row_ptr, column_ptr, token, inside, place, first_group + start // 4, LIMIT)
@@ -153,8 +164,7 @@ def _spread_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     start = tl.program_id(1) * CHANNELS
-    channel = start + tl.arange(0, CHANNELS) - skipped
-    valid = (channel >= 0) & (channel < channels)
+    channel, valid = _channels(start, skipped, channels, CHANNELS, LIMIT)
     mask = inside[:, None] & valid[None, :]
     line = token.to(tl.int64)[:, None]
     out = tl.zeros((TOKENS, CHANNELS), tl.float32)
@@ -200,8 +210,7 @@ def _outer_kernel(
     """Sums over the tokens of a split: dropout(x)^T inner, float32 [SPLITS, channels, rank] by its strides."""
     start = tl.program_id(0) * CHANNELS
     split, block = tl.program_id(1), tl.program_id(2)
-    channel = start + tl.arange(0, CHANNELS) - skipped
-    valid = (channel >= 0) & (channel < channels)
+    channel, valid = _channels(start, skipped, channels, CHANNELS, LIMIT)
     r = block * RANK + tl.arange(0, RANK)
     length = tl.cdiv(tokens, SPLITS * TOKENS) * TOKENS
     total = tl.zeros((CHANNELS, RANK), tl.float32)
