@@ -77,7 +77,7 @@ def _() -> None:
 
 @case("rope.row")
 def _() -> None:
-    with mock.patch("gapless.kernels.rope._tiles", lambda **kind: _Tiles(1, 1, 2)):
+    with mock.patch("gapless.kernels.rope._tiles", return_value=_Tiles(1, 1, 2)):
         rotate((1, 4, 256), 96, interleaved=True, norm="trained", tokens=31)  # of rows that take a whole program each
 
 

@@ -223,9 +223,6 @@ def _rotate_forward(
     ahead = tl.num_programs(0) * ROWS // (K * (G + 1))
     if NORM:
         weight = _choose(is_query, q_weight, k_weight, ALIGNMENT)
-        w1, w2, w3 = _load_row(weight, row >= 0, D, HALF, PADDED, REST, INTERLEAVED)
-    else:
-        w1, w2, w3 = 1.0, 1.0, 1.0
     for _ in range(steps):
         inside = token < tokens
         place = token.to(tl.int64)
@@ -234,6 +231,7 @@ def _rotate_forward(
         c = _load_columns(cos + place * HALF, inside, 0, HALF, PADDED)
         s = _load_columns(sin + place * HALF, inside, 0, HALF, PADDED)
         if NORM:
+            w1, w2, w3 = _load_row(weight, inside, D, HALF, PADDED, REST, INTERLEAVED)
             rstd = tl.rsqrt(_row_sum(x1 * x1, x2 * x2, x3 * x3, REST) / D + eps)
             x1, x2, x3 = x1 * rstd * w1, x2 * rstd * w2, x3 * rstd * w3
         target = q_out + (place * (K * G) + head - group) * D
@@ -303,11 +301,9 @@ def _rotate_backward(
     jump = tl.where(is_query, q_stride, tl.where(is_value, v_stride, k_stride)).to(tl.int64) * ahead
     if NORM:
         weight = _choose(is_query, q_weight, k_weight, ALIGNMENT)
-        w1, w2, w3 = _load_row(weight, row >= 0, D, HALF, PADDED, REST, INTERLEAVED)
-        sum1, sum2, sum3 = tl.zeros_like(w1), tl.zeros_like(w2), tl.zeros_like(w3)
-        w1, w2, w3 = tl.where(is_value, 1.0, w1), tl.where(is_value, 1.0, w2), tl.where(is_value, 1.0, w3)
-    else:
-        w1, w2, w3, sum1, sum2, sum3 = 1.0, 1.0, 1.0, 0.0, 0.0, 0.0
+    if WEIGHTS:
+        sum1 = tl.zeros((ROWS, PADDED), tl.float32)
+        sum2, sum3 = sum1, tl.zeros((ROWS, REST if REST else 1), tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
         now = token + step * ahead
         inside, place = now < tokens, now.to(tl.int64)
@@ -322,7 +318,10 @@ def _rotate_backward(
         if NORM:
             source = qkv + place * stride + head * D
             x1, x2, x3 = _load_row(source, turned, D, HALF, PADDED, REST, INTERLEAVED)
-            z1, z2, z3 = y1 * w1, y2 * w2, y3 * w3
+            # Here rather than before the loop, where they would be waited for first, and take registers ever after.
+            w1, w2, w3 = _load_row(weight, inside, D, HALF, PADDED, REST, INTERLEAVED)
+            z1, z2 = tl.where(is_value, y1, y1 * w1), tl.where(is_value, y2, y2 * w2)
+            z3 = tl.where(is_value, y3, y3 * w3) if REST else 0.0
             rstd, inner = _norm_sums(x1, x2, x3, z1, z2, z3, inside, is_value, eps, D, REST)
             n1, n2, n3 = x1 * rstd, x2 * rstd, x3 * rstd
             if WEIGHTS:
@@ -393,7 +392,11 @@ class _Tiles(NamedTuple):
 def _tiles(*, backward: bool, norm: bool, weights: bool) -> _Tiles:
     """The split of a kernel's work; nothing is in shared memory but sums, so it is the same for all chips."""
     if weights:
-        return _Tiles(1, 4, 16)
+        # As many as are on a multiprocessor at once, with up to 102 registers a thread: starting one, and adding up
+        # its sums at the end, takes as long as some steps.
+        return _Tiles(1, 4, 5)
+    if norm and not backward:
+        return _Tiles(2, 2, 0)
     return _Tiles(1, 4, 0)
 
 
@@ -417,10 +420,10 @@ def _split(
     # Two at least: of one row Triton 3.6 makes scalars, and stops at what `_choose` says of their two dimensions.
     rows = next_power_of_2(max(2, lanes // (padded + rest // 2 if norm else padded)))
     count = cdiv(tokens * heads, rows)
-    # A step goes on by whole tokens.
+    # A step goes on by whole tokens. Rather fewer programs than more: a few too many would take a turn of their own.
     unit = heads // math.gcd(heads, rows)
-    programs = cdiv(tiles.programs * multiprocessors(x.device), unit) * unit
-    if programs == 0 or programs >= count:
+    programs = max(tiles.programs * multiprocessors(x.device) // unit, 1) * unit
+    if tiles.programs == 0 or programs >= count:
         programs = count
     settings = {"K": kv_heads, "G": parts - 2, "D": features, "HALF": half, "PADDED": padded, "REST": rest}
     settings |= {"NORM": norm, "INTERLEAVED": interleaved, "ROWS": rows, "num_warps": tiles.warps}
@@ -437,23 +440,10 @@ def _fast_forward(
     tiles = _tiles(backward=False, norm=bool(weights), weights=False)
     heads, half = kv_heads * (parts - 1), table.cos.shape[1]
     split = _split(tiles, q, heads, qkv.shape, half, bool(weights), settings.interleaved)
-    launch(
-        _rotate_forward,
-        (split.programs,),
-        qkv.device,
-        qkv,
-        table.cos,
-        table.sin,
-        *(weights or (None, None)),
-        q,
-        k,
-        tokens,
-        split.steps,
-        qkv.stride(0),
-        settings.eps,
-        ALIGNMENT=_alignment([q, k, *weights]),
-        **split.settings,
-    )
+    inputs = qkv, table.cos, table.sin, *(weights or (None, None))
+    sizes = tokens, split.steps, qkv.stride(0), settings.eps
+    kinds = {"ALIGNMENT": _alignment([q, k, *weights]), **split.settings}
+    launch(_rotate_forward, (split.programs,), qkv.device, *inputs, q, k, *sizes, **kinds)
     return [q, k]
 
 
@@ -504,7 +494,7 @@ def _fast_backward(
 def _sum_partials(partial: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
     programs, _, features = partial.shape
     sums = [torch.empty_like(weight) for weight in weights]
-    settings = {"D": features, "ROWS": 512, "COLUMNS": 8, "num_warps": 8}
+    settings = {"D": features, "ROWS": 1024, "COLUMNS": 8, "num_warps": 8}
     launch(_add_partials, (cdiv(2 * features, 8),), partial.device, partial, *sums, programs, **settings)
     return sums
 
