@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from gapless.batch import segments
+from gapless.inference.generate import new_cache
 from gapless.inference.kv_cache import KVCache
 from gapless.kernels.attention.decode import decode_attention, decodes
 from gapless.kernels.attention.reference import reference_attention
+from tiny import tiny_model
 
 
 def new(sequences=4, capacity=7, layers=2):
@@ -100,3 +102,11 @@ def test_only_evenly_spaced_single_queries_take_the_batched_path():
     assert decodes(cache.extend([0, 1, 2], [1, 1, 1]), cache.segments)
     assert not decodes(cache.extend([1, 2], [1, 1]), cache.segments)
     assert not decodes(cache.extend([0], [1]), segments([5], tokens=28))
+
+
+def test_a_model_whose_trained_embedding_is_float32_has_a_cache_of_its_activations():
+    """As FSDP2 keeps it."""
+    model = tiny_model(dtype="bf16")
+    model.embed.weight = torch.nn.Parameter(model.embed.weight.float())
+    keys, values = new_cache(model, sequences=1, capacity=2)._keys, new_cache(model, sequences=1, capacity=2)._values
+    assert {stream.dtype for stream in keys + values} == {torch.bfloat16}

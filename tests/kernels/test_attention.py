@@ -171,6 +171,7 @@ def test_extreme_scores():
         ({"k": torch.zeros(36, 2, 8)}, "attention takes q"),
         ({"q": torch.zeros(35, 6, 10)}, "do not match segments of 36"),
         ({"k_segments": segments([3], tokens=36)}, "5 documents of queries, 1 of keys"),
+        ({"v": torch.zeros(36, 2, 10, dtype=torch.float64)}, "tensors of one dtype"),
         ({"window": 0}, "window must be at least 1"),
         ({"window": 2, "causal": False}, "needs causal attention"),
     ],

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gapless.config import OptimConfig
+from gapless.kernels import quantized_state
 from gapless.kernels.adamw import Entry, TensorList, prepare
 from gapless.kernels.quantized_state import (
     QuantizedMoment,
@@ -34,6 +35,17 @@ def spread(count, signed, seed=0):
 
 
 # ---- the reference ----
+
+
+def test_large_tensors_are_taken_in_pieces(monkeypatch):
+    x = spread(3000, True)
+    codes, scales = quantize(x, True)
+    values = dequantize(codes, scales, True)
+    monkeypatch.setattr(quantized_state, "_AT_ONCE", 512)
+    again = quantize(x, True)
+    assert torch.equal(again[0], codes)
+    assert torch.equal(again[1], scales)
+    assert torch.equal(dequantize(codes, scales, True), values)
 
 
 def test_the_map_is_that_of_the_paper():

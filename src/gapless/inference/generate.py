@@ -186,7 +186,7 @@ def new_cache(model: Decoder, *, sequences: int, capacity: int) -> KVCache:
         head_dim=config.head_dim,
         sequences=sequences,
         capacity=capacity,
-        dtype=weight.dtype,
+        dtype=model.dtype,
         device=weight.device,
         tiles=model.attention_tiles(),
     )

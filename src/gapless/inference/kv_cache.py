@@ -106,9 +106,7 @@ class KVCache:
                 raise ValueError(f"{self.lengths[span] + count} tokens exceed the cache's capacity of {self.capacity}")
             self.lengths[span] += count
         starts = [span * self.capacity for span in spans]
-        # One new token of each sequence takes `decode_attention`, which needs no tables.
-        tiles = () if len(spans) == len(self.lengths) and set(counts) == {1} else self._tiles
-        queries = segments(counts, offsets=offsets, tiles=tiles, device=self.device)
+        queries = segments(counts, offsets=offsets, tiles=self._tiles, device=self.device)
         self._segments = segments(
             [self.lengths[span] for span in spans],
             starts=starts,

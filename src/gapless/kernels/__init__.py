@@ -1,4 +1,4 @@
-"""Operations of the decoder, one file each: a plain PyTorch reference, later a kernel beside it.
+"""Operations of a training step, one file each: a plain PyTorch reference, and a Triton kernel beside it.
 
-The references run on any device, compute in float32 inside, and define what the fast kernels must agree with.
+The references run on any device, compute in float32 inside, and define what the kernels must agree with.
 """

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
+from torch.autograd.function import once_differentiable
 
 from gapless.batch import IGNORE
 from gapless.kernels.runtime import cdiv, jit, launch, next_power_of_2, tl, use_triton
@@ -84,6 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss_sum
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
@@ -493,6 +495,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         outs = [None if saved is None else _scaled(saved, grad, ctx.dtype) for saved in ctx.saved_tensors]

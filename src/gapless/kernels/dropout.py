@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from gapless.batch import DropoutCounters
 from gapless.kernels.runtime import cdiv, jit, launch, tl, use_triton
@@ -194,6 +195,7 @@ class _Dropout(torch.autograd.Function):
         return masked(x, p, counters, place)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         return ctx.masked(grad, ctx.p, DropoutCounters(*ctx.saved_tensors), ctx.place), None, None, None, None

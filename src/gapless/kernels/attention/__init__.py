@@ -88,6 +88,8 @@ def _check(
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.ndim != 3 or k.ndim != 3 or v.shape[:-1] != k.shape[:-1] or q.shape[2] != k.shape[2]:
         raise ValueError(f"attention takes q [Tq, N, D], k [Tk, K, D], v [Tk, K, Dv], not {shapes}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"attention takes tensors of one dtype, not q {q.dtype}, k {k.dtype}, v {v.dtype}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads")
     if q.shape[0] != q_segments.tokens or k.shape[0] != k_segments.tokens:

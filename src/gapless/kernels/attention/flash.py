@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from gapless.batch import Segments, TileSpec
 from gapless.kernels.attention.flash_backward import flash_delta, flash_keys, flash_queries
@@ -237,6 +238,7 @@ class _Flash(torch.autograd.Function):
         return out, (lse / LOG2_E).t().contiguous() if need_lse else None
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, grad_lse = grads
         q, k, v, sinks, out, lse = ctx.saved_tensors
