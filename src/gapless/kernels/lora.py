@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from gapless.batch import DropoutCounters
@@ -105,7 +106,6 @@ class WideWeight:
         self.out = weight[..., 0].numel()
         self.spare = self.spare_for(self.channels, rank)
         buffer = weight.new_zeros(self.out + self.spare, self.channels + self.spare)
-        assert buffer.numel() < 2**31, "kernels count the elements of a weight in 32 bits"
         self.dtype, self.rows = buffer.dtype, buffer[: self.out]
         self.flat = self.rows[:, : self.channels]
         self.weight = self.flat.unflatten(0, self.leading)
@@ -124,6 +124,12 @@ class WideWeight:
         """S: at least the rank, and so that rows are multiples of 64 elements."""
         return cdiv(channels + rank, 64) * 64 - channels
 
+    @staticmethod
+    def takes(out: int, channels: int, rank: int) -> bool:
+        """Whether a buffer of such a layer is small enough: kernels count its elements in 32 bits."""
+        spare = WideWeight.spare_for(channels, rank)
+        return (out + spare) * (channels + spare) < 2**31
+
     @property
     def version(self) -> tuple[tuple[int, int], ...]:
         """Of the adapters whose values are in the buffer."""
@@ -135,21 +141,24 @@ class WideWeight:
 
     def blocks(self, placed: torch.Tensor) -> list[torch.Tensor]:
         """The block of each part in a matrix like B, as views [*part's dimensions, columns of the part]."""
-        columns = placed.unflatten(0, self.leading).split(self.rank // len(self.parts), dim=-1)
+        columns = placed.view(*self.leading, self.rank).split(self.rank // len(self.parts), dim=-1)
         return [part.select(block) for part, block in zip(self.parts, columns, strict=True)]
 
     @torch.no_grad()
-    def refresh(self, a: torch.Tensor, b: Sequence[torch.Tensor]) -> None:
-        """Copy the adapters into the buffer if they have changed.
-
-        Whoever changes them by address tells autograd (torch.autograd.graph.increment_version).
+    def refresh(self, a: torch.Tensor, b: Sequence[torch.Tensor], *, trusted: bool = False) -> None:
+        """Copy the adapters into the buffer, or only if their versions say that they have changed.
 
         Args:
             a: [R, in].
             b: of each part [features, columns of the part].
+            trusted: whoever changes them tells autograd of it, by torch.autograd.graph.increment_version if by address:
+                torch's own fused optimizers do not.
         """
-        sources = tuple((tensor.data_ptr(), tensor._version) for tensor in (a, *b))
-        if sources != self._sources:
+        if any(tensor.is_inference() for tensor in (a, *b)):
+            sources = ()  # they have no versions
+        else:
+            sources = tuple((tensor.data_ptr(), tensor._version) for tensor in (a, *b))
+        if not trusted or not sources or sources != self._sources:
             self.a.copy_(a)
             for block, tensor in zip(self.blocks(self.b), b, strict=True):
                 block.copy_(tensor.view(block.shape))
@@ -166,6 +175,8 @@ class _Layer(NamedTuple):
     scale: float
     bias: torch.Tensor | None
     drop: InputDropout | None
+    recorded: bool
+    """Whether there may be a backward."""
 
     @property
     def whole_scale(self) -> float:
@@ -187,7 +198,7 @@ class _LoraLinear(torch.autograd.Function):
         row = wide.rows.shape[1]
         # Exactly as many columns: what `empty_rows` made for this layer, and no range of a longer row of other values.
         fits = spare_columns(x) == wide.spare
-        trained_b = any(ctx.needs_input_grad[4:])
+        trained_b = layer.recorded and any(ctx.needs_input_grad[4:])
         inner = project(
             x, wide.a, layer.whole_scale, layer.drop, spare=wide.spare if fits else 0, copy=trained_b or not fits
         )
@@ -210,6 +221,7 @@ class _LoraLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,), layer = grads, ctx.layer
         wide = layer.wide
@@ -250,6 +262,7 @@ def lora_linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     dropout: InputDropout | None = None,
+    trusted: bool = False,
 ) -> torch.Tensor:
     """The layer x W^T (+ bias) (+ residual) + scale * dropout(x) A^T B^T.
 
@@ -257,13 +270,14 @@ def lora_linear(
 
     Args:
         x: [T, in].
-        wide: the frozen weight; takes in the adapters if they have changed.
+        wide: the frozen weight; takes in the adapters.
         a: A, float32 [R, in], R counting all adapted parts.
         b: B of each adapted part, float32 [features of the part, its R].
         scale: lora_alpha / r, or alpha / sqrt(r) (rsLoRA, Kalajdzievski 2023).
         bias: [out], not trained.
         residual: [T, out], in x's dtype.
         dropout: on the update's input.
+        trusted: see `WideWeight.refresh`.
 
     Returns:
         [T, out] in x's dtype, which is the weight's. The gradients of A and B are float32 and not rounded before.
@@ -272,11 +286,11 @@ def lora_linear(
     assert x.shape[1] == wide.channels
     if dropout is not None and is_identity(dropout.p):
         dropout = None
-    wide.refresh(a, b)
+    wide.refresh(a, b, trusted=trusted)
     if use_triton(x):
         if x.stride(1) != 1:
             x = x.contiguous()
-        return _LoraLinear.apply(_Layer(wide, scale, bias, dropout), x, residual, a, *b)
+        return _LoraLinear.apply(_Layer(wide, scale, bias, dropout, torch.is_grad_enabled()), x, residual, a, *b)
     y = functional.linear(x, wide.flat, bias)
     y = y if residual is None else y + residual
     placed = x.new_zeros(wide.out, wide.rank)
