@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gapless.adapters.lora import LoraLinear, adapter_views, apply_lora
+from gapless.adapters.lora import LoraLinear, adapter_views, apply_lora, unchanged
 from gapless.adapters.merge import merged_tensors
 from gapless.batch import DropoutCounters, segments
 from gapless.config import AdapterConfig
@@ -276,9 +276,56 @@ def test_a_change_of_an_adapter_is_seen():
     for parameter in (module.lora_a, *module.lora_b.values()):
         parameter.detach().mul_(1.5)  # as an optimizer does: by another name, in place
         assert_same(module, x)
-    copies = module._wide.version
+
+
+def test_copies_are_made_once_a_change_if_versions_can_be_trusted():
+    module, x = layer(), torch.randn(7, 40, device=DEVICE)
     assert_same(module, x)
-    assert module._wide.version is copies
+    with unchanged(module):
+        assert_same(module, x)
+        copies = module._wide.version
+        assert_same(module, x)
+        assert module._wide.version is copies
+    module.trust()
+    assert_same(module, x)
+    module.lora_a.data.mul_(2)  # of which nobody is told
+    torch.autograd.graph.increment_version(module.lora_a)
+    assert_same(module, x)
+
+
+def test_optimizers_that_tell_nobody_are_followed():
+    module, x = layer(), torch.randn(7, 40, device=DEVICE)
+    optimizer = torch.optim.AdamW([module.lora_a, *module.lora_b.values()], lr=0.1, fused=True)
+    for _ in range(3):
+        assert_same(module, x)
+        optimizer.step()
+    module.lora_a.data.mul_(2)
+    assert_same(module, x)
+
+
+def test_inference_mode_leaves_a_layer_that_trains():
+    module, x = layer(), torch.randn(7, 40, device=DEVICE)
+    with torch.inference_mode(), kernels():
+        module(x)
+        loaded = layer()
+        loaded(x)
+    assert not module.base.weight.is_inference()
+    assert_same(module, x)
+
+
+def test_a_base_that_is_trained_after_all_is_whole_again():
+    module, x = layer(), torch.randn(7, 40, device=DEVICE)
+    assert_same(module, x)
+    weight = module.base.weight.detach().clone()
+    module.base.weight.requires_grad_(True)
+    assert_same(module, x)
+    assert module.base.weight.is_contiguous()
+    assert torch.equal(module.base.weight, weight)
+
+
+def test_layers_beyond_32_bits_keep_their_weight():
+    assert WideWeight.takes(106496, 16384, 32)
+    assert not WideWeight.takes(2**17, 2**14, 16)
 
 
 def test_copies_moves_and_loaded_weights():

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ _LINEARS = {
 class LoraLinear(Linear):
     """A linear layer with adapters on some of its parts."""
 
+    trusted = False
+    """Whether versions tell of every change of the adapters, so that low-precision copies are made once a change."""
     gathered = False
     """Whether FSDP2 lends the layer its parameters for each forward: memory that is no place for a buffer's view."""
     _wide: WideWeight | None = None
@@ -97,7 +100,17 @@ class LoraLinear(Linear):
             b = [self.lora_b[part.name] for part in self.adapted]
             bias = None if base.bias is None else base.bias.flatten()
             wide = self._wide_weight(base)
-            return lora_linear(x, wide, self.lora_a, b, self.scale, bias=bias, residual=residual, dropout=drop)
+            return lora_linear(
+                x,
+                wide,
+                self.lora_a,
+                b,
+                self.scale,
+                bias=bias,
+                residual=residual,
+                dropout=drop,
+                trusted=self.trusted,
+            )
         y = self.base(x, residual)
         if drop is not None:
             x = dropout(x, *drop)
@@ -115,7 +128,10 @@ class LoraLinear(Linear):
         if not isinstance(base, DenseLinear) or self.gathered or not runs_kernels(base.weight.device):
             return None
         frozen = not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
-        return base if frozen and dtype in (None, base.weight.dtype) else None
+        if not frozen and self._wide is not None:
+            base.weight.data, self._wide = base.weight.data.contiguous(), None
+        fits = WideWeight.takes(base.out_features, base.in_features, len(self.lora_a))
+        return base if frozen and fits and dtype in (None, base.weight.dtype) else None
 
     def _wide_weight(self, base: DenseLinear) -> WideWeight:
         """The buffer that the base's weight is a view of; a new one where memory of another kind has taken its place.
@@ -124,9 +140,16 @@ class LoraLinear(Linear):
         """
         if self._wide is None or not self._wide.holds(base.weight):
             self._wide = None  # before another is made
-            self._wide = WideWeight(base.weight.detach(), len(self.lora_a), self.adapted)
-            base.weight.data = self._wide.weight
+            with torch.inference_mode(False), torch.no_grad():  # it outlives an inference mode around it
+                self._wide = WideWeight(base.weight.detach(), len(self.lora_a), self.adapted)
+                base.weight.data = self._wide.weight
         return self._wide
+
+    def trust(self) -> None:
+        """From now on whoever changes the adapters tells autograd of it, as `training.optim.AdamW` does."""
+        self.trusted = True
+        if self._wide is not None:
+            self._wide.forget()
 
     @property
     def input_range(self) -> tuple[int, int]:
@@ -224,6 +247,20 @@ class _PlaceParts(torch.autograd.Function):
 def _name_seed(seed: int, name: str) -> int:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Generator[None]:
+    """Nobody changes the adapters while entered: their low-precision copies are made once."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    before = [layer.trusted for layer in layers]
+    for layer in layers:
+        layer.trust()
+    try:
+        yield
+    finally:
+        for layer, trusted in zip(layers, before, strict=True):
+            layer.trusted = trusted
 
 
 # ---- applying adapters to a decoder ----

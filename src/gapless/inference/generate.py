@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from gapless.adapters.lora import unchanged
 from gapless.data.tokenizer import Tokenizer
 from gapless.inference.kv_cache import KVCache
 from gapless.inference.sampling import Sampler, Sampling
@@ -86,7 +87,7 @@ def generate(
     stops = frozenset(tokenizer.eos_ids if stop_ids is None else stop_ids)
     sequences = [_Sequence(index, list(prompt)) for index, prompt in enumerate(prompts)]
     completions: dict[int, Completion] = {}
-    with _evaluating(model), torch.no_grad():
+    with _evaluating(model), unchanged(model), torch.no_grad():
         decoding = _Decoding(model, sampler, stops, max_new_tokens, on_token)
         for done in decoding.run(sequences, batch_size):
             completion = Completion(done.tokens, tokenizer.decode(done.tokens), done.finish_reason or "length")

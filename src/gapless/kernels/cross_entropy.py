@@ -86,7 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
         (grad,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
@@ -496,7 +496,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
         (grad,) = grads
         outs = [None if saved is None else _scaled(saved, grad, ctx.dtype) for saved in ctx.saved_tensors]
         return *outs, None, None, None

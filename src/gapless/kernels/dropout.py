@@ -196,7 +196,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
         (grad,) = grads
         return ctx.masked(grad, ctx.p, DropoutCounters(*ctx.saved_tensors), ctx.place), None, None, None, None
 

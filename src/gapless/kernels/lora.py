@@ -144,6 +144,10 @@ class WideWeight:
         columns = placed.view(*self.leading, self.rank).split(self.rank // len(self.parts), dim=-1)
         return [part.select(block) for part, block in zip(self.parts, columns, strict=True)]
 
+    def forget(self) -> None:
+        """Have the next `refresh` copy the adapters whatever their versions."""
+        self._sources = ()
+
     @torch.no_grad()
     def refresh(self, a: torch.Tensor, b: Sequence[torch.Tensor], *, trusted: bool = False) -> None:
         """Copy the adapters into the buffer, or only if their versions say that they have changed.
@@ -222,7 +226,7 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
         (grad,), layer = grads, ctx.layer
         wide = layer.wide
         assert wide.version == ctx.version, "an adapter was changed between a forward and its backward"

@@ -276,7 +276,8 @@ def _tiles(kind: str, device: torch.device, tokens: int, channels: int, element_
         splits = min(programs // max(cdiv(tokens, tile[0]), 1), channels // 512, 32)
     else:
         splits = min(programs // cdiv(channels, tile[1]), tokens // 256, 32) if kind == "outer" else 1
-    return _Tiles(*tile, max(splits, 1), 4, stages)
+    # A power of two, so that prompts of all lengths share few kernels.
+    return _Tiles(*tile, 1 << max(splits, 1).bit_length() - 1, 4, stages)
 
 
 def _rank_tile(rank: int) -> int:

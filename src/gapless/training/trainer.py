@@ -274,6 +274,7 @@ class Trainer:
         self._ownership = Ownership(views, self._world)
         self.optimizer = self._opened.enter_context(closing(AdamW(views, self.config.optim, self.device)))
         self._parallel.bind(self.optimizer.buffers())
+        setup.trust_versions(*self._parallel.stages)
         rows = training.per_device_train_batch_size
         layout = setup.build_layout(self.config, self.model, rows)
         self._eval_layout = setup.build_layout(self.config, self.model, training.per_device_eval_batch_size or rows)

@@ -239,7 +239,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
         grad, grad_lse = grads
         q, k, v, sinks, out, lse = ctx.saved_tensors
         if grad is None:
