@@ -20,8 +20,10 @@ SHAPES = {"32/8": (8, 4), "112/112": (112, 1), "32/32": (32, 1)}
 """Query and key heads: key heads and groups. The last one is timed with the present choice alone."""
 CANDIDATES = [
     *((1, 2, 0), (1, 4, 0), (1, 8, 0), (2, 2, 0), (2, 4, 0)),
-    *((1, 4, 8), (1, 4, 16), (1, 4, 32), (1, 8, 16), (2, 4, 16)),
+    *((1, 4, 4), (1, 4, 5), (1, 4, 10), (1, 4, 20), (1, 2, 10), (1, 8, 2)),
+    *((1, 4, 4, 3), (1, 4, 5, 3), (1, 8, 2, 3)),
 ]
+"""Only those of many steps are timed with trained weights."""
 KINDS = ("fwd", "fwd norm", "bwd", "bwd norm", "bwd trained")
 
 Work = tuple[str, Callable[[], object], int]
@@ -66,7 +68,9 @@ def copy_rate() -> float:
 def main() -> None:
     copy = copy_rate()
     present = rope._tiles
-    print(f"copy {copy / 1e6:.0f} GB/s; shares of it; a candidate is vectors, warps, programs per multiprocessor")
+    print(
+        f"copy {copy / 1e6:.0f} GB/s; shares of it; a candidate is vectors, warps, programs per multiprocessor, stages"
+    )
     print(" " * 22 + "".join(f"{kind:>12}" for kind in KINDS))
     for name, shape in SHAPES.items():
         found = list(works(*shape))

@@ -155,9 +155,9 @@ class _Tiles(NamedTuple):
 def _tiles(*, backward: bool, item: int) -> _Tiles:
     """The split of a kernel's work, `item` bytes an element; there is nothing in shared memory, for any chip.
 
-    A thread has two vectors of 16 bytes of the gate and of up.
+    A thread has a vector of 16 bytes of the gate and one of up.
     """
-    return _Tiles(4 * 32 * 2 * 16 // item, 4)
+    return _Tiles(8 * 32 * 16 // item, 8)
 
 
 def _split(tiles: _Tiles, rows: int, features: int) -> tuple[int, dict[str, Any]]:

@@ -182,22 +182,30 @@ def _tiles(kind: str, features: int, item: int, chip: int) -> _Tiles:
         # A warp has rows of its own, which need no shared memory.
         return _Tiles(max(1, min(1024 // padded, 8)), 1, 16 if kind == "weight" else 0)
     # A thread holds 4 vectors of 16 bytes of a row; more in the widest.
-    warps = min(max(padded * item // 2048, 1), 16)
-    if kind == "forward":
-        return _Tiles(1, warps)
-    if padded * item > 16384:
+    size = padded * item
+    warps = min(max(size // 2048, 1), 16)
+    if size > 16384:
+        if kind == "forward":
+            return _Tiles(1, warps, 2)
+        if kind == "backward":
+            return _Tiles(1, min(size // 4096, 16))
         # Registers allow one program a multiprocessor; it must ask for rows while it computes.
-        return _Tiles(1, 32, 1, _stages(padded * item, 1, chip))
-    if kind == "backward":
+        return _Tiles(1, 32, 1, _stages(size, 1, chip))
+    if kind == "forward" and size <= 8192:
+        return _Tiles(2, 2 * warps)
+    if kind != "weight":
         return _Tiles(1, warps)
-    programs = max(1, 16 // warps)
-    return _Tiles(1, warps, programs, _stages(padded * item, programs, chip))
+    more = min(2 * warps, 8)
+    stages = _stages(size, 16 // more, chip)
+    return _Tiles(1, more, 16 // more, stages) if stages > 1 else _Tiles(1, warps, 16 // warps)
 
 
 def _stages(row: int, programs: int, chip: int) -> int:
-    """Up to 3, of a backward with rows of so many bytes: a stage is a row of x, one of its gradient, and the weight."""
-    room = SHARED_MEMORY[chip] // programs - 2048
-    return min(3, 1 + room // (3 * row))
+    """3 or 1 (2 are slower than either), of a backward with rows of so many bytes.
+
+    A stage is a row of x, one of its gradient, and the weight.
+    """
+    return 3 if 2 * 3 * row <= SHARED_MEMORY[chip] // programs - 2048 else 1
 
 
 class _Rows(NamedTuple):

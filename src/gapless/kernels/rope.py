@@ -221,8 +221,6 @@ def _rotate_forward(
     group = head // (G + 1)
     is_query = head - group * (G + 1) < G
     ahead = tl.num_programs(0) * ROWS // (K * (G + 1))
-    if NORM:
-        weight = _choose(is_query, q_weight, k_weight, ALIGNMENT)
     for _ in range(steps):
         inside = token < tokens
         place = token.to(tl.int64)
@@ -231,6 +229,7 @@ def _rotate_forward(
         c = _load_columns(cos + place * HALF, inside, 0, HALF, PADDED)
         s = _load_columns(sin + place * HALF, inside, 0, HALF, PADDED)
         if NORM:
+            weight = _choose(is_query, q_weight, k_weight, ALIGNMENT)
             w1, w2, w3 = _load_row(weight, inside, D, HALF, PADDED, REST, INTERLEAVED)
             rstd = tl.rsqrt(_row_sum(x1 * x1, x2 * x2, x3 * x3, REST) / D + eps)
             x1, x2, x3 = x1 * rstd * w1, x2 * rstd * w2, x3 * rstd * w3
@@ -242,14 +241,21 @@ def _rotate_forward(
 
 
 @jit
-def _norm_sums(x1, x2, x3, z1, z2, z3, inside, is_value, eps, D: tl.constexpr, REST: tl.constexpr):
-    """1 / RMS of rows x, and the mean of normalised x times its gradient z."""
+def _norm_backward(x, y, w, inside, is_value, eps, D: tl.constexpr, REST: tl.constexpr):
+    """The gradient of rows x from y, that of normalised rows times weights w; and normalised rows."""
+    x1, x2, x3 = x
+    y1, y2, y3 = y
+    w1, w2, w3 = w
+    z1, z2 = tl.where(is_value, y1, y1 * w1), tl.where(is_value, y2, y2 * w2)
+    z3 = tl.where(is_value, y3, y3 * w3) if REST else 0.0
     square = _row_sum(x1 * x1, x2 * x2, x3 * x3, REST)
     inner = _row_sum(x1 * z1, x2 * z2, x3 * z3, REST)
     # Rows that there are not are zeros: with eps = 0 they would become NaN in the sums. Values pass as they are,
     # infinite ones too: x is 0, whatever the sum.
     rstd = tl.where(is_value, 1.0, tl.where(inside, tl.rsqrt(square / D + eps), 0.0))
-    return rstd, tl.where(is_value, 0.0, inner * rstd / D)
+    inner = tl.where(is_value, 0.0, inner * rstd / D)
+    n1, n2, n3 = x1 * rstd, x2 * rstd, x3 * rstd
+    return ((z1 - n1 * inner) * rstd, (z2 - n2 * inner) * rstd, (z3 - n3 * inner) * rstd), (n1, n2, n3)
 
 
 @jit
@@ -296,14 +302,13 @@ def _rotate_backward(
     place, wide = token.to(tl.int64), group.to(tl.int64)
     grad = v_grad + place * v_stride + wide * v_head_stride
     grad = _choose(is_value, grad, k_grad + place * k_stride + wide * k_head_stride, ALIGNMENT)
-    q_place = place * q_stride + (head - 2 * wide) * q_head_stride
-    grad = _choose(is_query, q_grad + q_place, grad, ALIGNMENT)
+    grad = _choose(is_query, q_grad + place * q_stride + (head - 2 * wide) * q_head_stride, grad, ALIGNMENT)
     jump = tl.where(is_query, q_stride, tl.where(is_value, v_stride, k_stride)).to(tl.int64) * ahead
-    if NORM:
-        weight = _choose(is_query, q_weight, k_weight, ALIGNMENT)
     if WEIGHTS:
         sum1 = tl.zeros((ROWS, PADDED), tl.float32)
         sum2, sum3 = sum1, tl.zeros((ROWS, REST if REST else 1), tl.float32)
+    else:
+        sum1, sum2, sum3 = 0.0, 0.0, 0.0
     for step in tl.range(0, steps, num_stages=STAGES):
         now = token + step * ahead
         inside, place = now < tokens, now.to(tl.int64)
@@ -313,22 +318,17 @@ def _rotate_backward(
         c = _load_columns(cos + place * HALF, turned, 0, HALF, PADDED)
         s = _load_columns(sin + place * HALF, turned, 0, HALF, PADDED)
         # Values are copied.
-        y1 = tl.where(is_value, a1, a1 * c + a2 * s)
-        y2 = tl.where(is_value, a2, a2 * c - a1 * s)
+        y1, y2 = tl.where(is_value, a1, a1 * c + a2 * s), tl.where(is_value, a2, a2 * c - a1 * s)
         if NORM:
             source = qkv + place * stride + head * D
-            x1, x2, x3 = _load_row(source, turned, D, HALF, PADDED, REST, INTERLEAVED)
+            x = _load_row(source, turned, D, HALF, PADDED, REST, INTERLEAVED)
             # Here rather than before the loop, where they would be waited for first, and take registers ever after.
-            w1, w2, w3 = _load_row(weight, inside, D, HALF, PADDED, REST, INTERLEAVED)
-            z1, z2 = tl.where(is_value, y1, y1 * w1), tl.where(is_value, y2, y2 * w2)
-            z3 = tl.where(is_value, y3, y3 * w3) if REST else 0.0
-            rstd, inner = _norm_sums(x1, x2, x3, z1, z2, z3, inside, is_value, eps, D, REST)
-            n1, n2, n3 = x1 * rstd, x2 * rstd, x3 * rstd
+            weight = _choose(is_query, q_weight, k_weight, ALIGNMENT)
+            w = _load_row(weight, inside, D, HALF, PADDED, REST, INTERLEAVED)
+            slopes, n = _norm_backward(x, (y1, y2, y3), w, inside, is_value, eps, D, REST)
             if WEIGHTS:
-                sum1, sum2 = sum1 + y1 * n1, sum2 + y2 * n2
-                if REST:
-                    sum3 += y3 * n3
-            y1, y2, y3 = (z1 - n1 * inner) * rstd, (z2 - n2 * inner) * rstd, (z3 - n3 * inner) * rstd
+                sum1, sum2, sum3 = sum1 + y1 * n[0], sum2 + y2 * n[1], sum3 + y3 * n[2]
+            y1, y2, y3 = slopes
         target = out + place * (K * (G + 2) * D) + head * D
         _store_pair(target, y1, y2, inside, HALF, PADDED, INTERLEAVED)
         _store_columns(target, y3, inside, 2 * HALF, D, REST)
