@@ -46,6 +46,7 @@ def adapted(path: str) -> tuple[LoraLinear, tuple[Any, ...], dict[str, Any]]:
         view.write(view.parameter, 0.02 * torch.randn(view.shape, device="cuda"))
     layer = model.layers["0"].get_submodule(path)
     assert isinstance(layer, LoraLinear)
+    layer.trust()  # as in training
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     hook = layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
     layout = model.batch_layout(rows=1, row_tokens=TOKENS, row_documents=4)
