@@ -145,12 +145,12 @@ def compare(options: argparse.Namespace, work: Path, *, lora: bool, steps: int) 
     few = max(steps // 4, 2)
     made["reference"] = configuration(options, work / "reference", lora=lora, steps=few)
     adapter = work / "start" if lora else None
-    losses, seconds = {}, {}
+    losses = {}
 
     def timed(name: str, work) -> None:
         start = time.perf_counter()
         losses[name] = work()
-        seconds[name] = time.perf_counter() - start
+        print(f"{name}: {len(losses[name])} steps in {time.perf_counter() - start:.0f} s", flush=True)
 
     timed("kernels", lambda: train(made["kernels"], start=adapter))
     timed("again", lambda: train(made["again"]))
@@ -161,7 +161,6 @@ def compare(options: argparse.Namespace, work: Path, *, lora: bool, steps: int) 
     same = losses["kernels"] == losses.pop("again") and result_bytes(made["kernels"]) == result_bytes(made["again"])
     kind = f"LoRA r {options.r}" if lora else "full fine-tuning"
     print(f"\n{kind}, {steps} steps of {rows[0].num_tokens} tokens in {len(rows[0].segments.lengths)} documents")
-    print(f"seconds: {', '.join(f'{name} {value:.0f}' for name, value in seconds.items())}")
     print(f"{'step':>5}" + "".join(f"{name:>11}" for name in losses))
     for step in range(0, steps, max(1, steps // 20)):
         found = (f"{values[step]:11.4f}" if step < len(values) else f"{'':11}" for values in losses.values())
