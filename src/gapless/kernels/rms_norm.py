@@ -197,15 +197,14 @@ def _tiles(kind: str, features: int, item: int, chip: int) -> _Tiles:
         return _Tiles(1, warps)
     more = min(2 * warps, 8)
     stages = _stages(size, 16 // more, chip)
-    return _Tiles(1, more, 16 // more, stages) if stages > 1 else _Tiles(1, warps, 16 // warps)
+    # On an H200 two stages are slower than one.
+    return _Tiles(1, more, 16 // more, stages) if stages > 2 else _Tiles(1, warps, 16 // warps)
 
 
 def _stages(row: int, programs: int, chip: int) -> int:
-    """3 or 1 (2 are slower than either), of a backward with rows of so many bytes.
-
-    A stage is a row of x, one of its gradient, and the weight.
-    """
-    return 3 if 2 * 3 * row <= SHARED_MEMORY[chip] // programs - 2048 else 1
+    """Up to 3, of a backward with rows of so many bytes: a stage is a row of x, one of its gradient, and the weight."""
+    room = SHARED_MEMORY[chip] // programs - 2048
+    return min(3, 1 + room // (3 * row))
 
 
 class _Rows(NamedTuple):
