@@ -31,7 +31,7 @@ STACK: dict[str, tuple[int, str]] = {
     "attention.flash_forward.flash_forward": (128, "output, scores and weights fill the registers, most at 256"),
     "attention.flash_backward.flash_keys": (176, "two gradients and two products fill the registers, most at 256"),
     "attention.flash_backward.flash_queries": (64, "without Hopper's matrix units operands are in registers, too"),
-    "rope._rotate_forward": (8, "at 72 registers on an RTX 50 with Triton 3.6: ptxas trades two of them for another block"),
+    "rope._rotate_forward": (8, "at 72 registers, on sm_120 with Triton 3.6: ptxas trades two for another block"),
     "rms_norm._norm_backward": (16, "rows and sums fill the registers; with Triton 3.9 alone, float32 or 32 warps"),
 }
 """Bytes of stack that a kernel may have, and why; others none."""
