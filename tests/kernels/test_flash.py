@@ -112,6 +112,21 @@ def test_scale_and_values_are_read_as_they_lie():
     torch.testing.assert_close(out, case.plain(q, k, v), rtol=1e-4, atol=1e-5)
 
 
+def test_only_what_is_asked_for_is_computed(monkeypatch):
+    case = Case(make_segments([20], None))
+    _, expected = case.on_kernels()
+    computed = []
+    for name in ("_queries_backward", "_keys_backward"):
+        plain = getattr(flash, name)
+        monkeypatch.setattr(flash, name, lambda *a, plain=plain, name=name: computed.append(name) or plain(*a))
+    for wanted in (0, 2):
+        leaves = [x.clone().requires_grad_(place == wanted) for place, x in enumerate(case.inputs)]
+        with kernels():
+            (grad,) = torch.autograd.grad(case.fast(*leaves), leaves[wanted], case.upstream[0])
+        assert torch.equal(grad, expected[wanted])
+    assert computed == ["_queries_backward", "_keys_backward"]
+
+
 def test_tables_must_be_declared():
     case = Case(segments([9], device=DEVICE))
     with kernels(), pytest.raises(KeyError, match="attention_tiles tells which are needed"):

@@ -249,10 +249,15 @@ def _name_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def lora_layers(model: nn.Module) -> Iterator[LoraLinear]:
+    """Its adapted layers."""
+    return (module for module in model.modules() if isinstance(module, LoraLinear))
+
+
 @contextmanager
 def unchanged(model: nn.Module) -> Generator[None]:
     """Nobody changes the adapters while entered: their low-precision copies are made once."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    layers = list(lora_layers(model))
     before = [layer.trusted for layer in layers]
     for layer in layers:
         layer.trust()

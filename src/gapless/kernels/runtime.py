@@ -116,15 +116,20 @@ def multiprocessors(device: torch.device) -> int:
     return _properties(device)[1] if device.type == "cuda" else 3
 
 
-def _properties(device: torch.device) -> tuple[int, int]:
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of a GPU's L2 cache; a few for a CPU."""
+    return _properties(device)[2] if device.type == "cuda" else 1 << 15
+
+
+def _properties(device: torch.device) -> tuple[int, int, int]:
     return _properties_of(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @cache
-def _properties_of(index: int) -> tuple[int, int]:
-    """Compute capability and multiprocessors of a GPU; to ask takes microseconds, and every launch does."""
+def _properties_of(index: int) -> tuple[int, int, int]:
+    """Compute capability, multiprocessors, bytes of L2 cache; to ask takes microseconds, and every launch does."""
     properties = torch.cuda.get_device_properties(index)
-    return 10 * properties.major + properties.minor, properties.multi_processor_count
+    return 10 * properties.major + properties.minor, properties.multi_processor_count, properties.L2_cache_size
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **settings: Any) -> None:

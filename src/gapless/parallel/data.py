@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gapless.adapters.lora import LoraLinear
+from gapless.adapters.lora import lora_layers
 from gapless.config import ParallelConfig
 from gapless.models.decoder import Decoder
 from gapless.models.linear import DenseLinear
@@ -235,9 +235,8 @@ def _shard_group(
         mp_policy=precision,
         ignored_params=None if shard_frozen else frozen,
     )
-    for layer in content.modules():
-        if isinstance(layer, LoraLinear):
-            layer.gathered = True
+    for layer in lora_layers(content):
+        layer.gathered = True
 
 
 def before_backward(model: Decoder, *, last: bool, zero_stage: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gapless import parallel
-from gapless.adapters.lora import LoraLinear, adapter_views, apply_lora, reset_adapters
+from gapless.adapters.lora import adapter_views, apply_lora, lora_layers, reset_adapters
 from gapless.batch import BatchLayout, PackedBatch
 from gapless.config import RunConfig
 from gapless.data.loader import Loader, eval_batches
@@ -73,9 +73,8 @@ def trained_views(config: RunConfig, *stages: Decoder) -> list[TensorView]:
 def trust_versions(*stages: Decoder) -> None:
     """Adapted layers need not copy their adapters in every forward: the optimizer tells of its updates."""
     for stage in stages:
-        for module in stage.modules():
-            if isinstance(module, LoraLinear):
-                module.trust()
+        for layer in lora_layers(stage):
+            layer.trust()
 
 
 def length_note(config: RunConfig) -> str | None:

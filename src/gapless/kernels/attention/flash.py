@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from gapless.batch import Segments, TileSpec
 from gapless.kernels.attention.flash_backward import flash_delta, flash_keys, flash_queries
 from gapless.kernels.attention.flash_forward import flash_forward
-from gapless.kernels.runtime import cdiv, family, launch, multiprocessors, next_power_of_2, runs_kernels
+from gapless.kernels.runtime import cache_bytes, cdiv, family, launch, multiprocessors, next_power_of_2, runs_kernels
 
 LOG2_E = 1.4426950408889634
 LARGEST_HEAD = 256
@@ -143,13 +144,17 @@ def _grid(
         each: heads of `streamed` that a program, or those that share, go through.
     """
     device = table.device
-    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 15
     size = each * sum(x.shape[0] * x.shape[2] * x.element_size() for x in streamed)
-    counts = [count for count in range(1, heads + 1) if heads % count == 0]
-    fitting = [count for count in counts if 3 * cdiv(count, sharing) * size <= 2 * cache]
-    section = max(fitting, default=1)
+    section = _section(heads, sharing, size, cache_bytes(device))
     rows = len(table) if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else used
     return section, rows, heads // section
+
+
+@cache
+def _section(heads: int, sharing: int, size: int, cached: int) -> int:
+    """The most heads, of which there are whole sections, that stream at most two thirds of the cached bytes."""
+    counts = [count for count in range(1, heads + 1) if heads % count == 0]
+    return max((count for count in counts if 3 * cdiv(count, sharing) * size <= 2 * cached), default=1)
 
 
 def flash_attention(
@@ -248,8 +253,9 @@ class _Flash(torch.autograd.Function):
             grad = grad.contiguous()
         delta, grad_sinks = _delta(out, grad, lse, grad_lse, sinks)
         saved = (q, k, v, grad, lse, delta)
-        grad_k, grad_v = _keys_backward(ctx.call, *saved)
-        grad_q = _queries_backward(ctx.call, *saved)
+        needs_q, needs_k, needs_v, *_ = ctx.needs_input_grad
+        grad_k, grad_v = _keys_backward(ctx.call, *saved) if needs_k or needs_v else (None, None)
+        grad_q = _queries_backward(ctx.call, *saved) if needs_q else None
         return grad_q, grad_k, grad_v, grad_sinks, None, None, None
 
 

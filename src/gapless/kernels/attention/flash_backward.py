@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from gapless.kernels.attention.flash_forward import (
     TAIL,
-    _key_ranges,
     capped,
     clear_rows,
+    key_ranges,
     load_rows,
     places,
     product,
@@ -281,7 +281,7 @@ def _query_tile(
     v_rows = v_ptr + key_row[:, None] * stride_vt + v_columns[None, :]
     first = begin - queries + shift
     last = tl.minimum(begin - queries + BM, query_count) - 1 + shift
-    low, full, ragged, high = _key_ranges(first, last, key_count, window, BN, CAUSAL, WINDOW)
+    low, full, ragged, high = key_ranges(first, last, key_count, window, BN, CAUSAL, WINDOW)
     grad_q = tl.zeros([BM, DP], tl.float32)
     if WINDOW:
         for j in tl.range(low, full, BN):

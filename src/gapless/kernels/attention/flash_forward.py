@@ -85,7 +85,7 @@ def tanh(x):
 
 @jit
 def capped(scores, scale2, softcap, SOFTCAP: tl.constexpr):
-    """Scores in units of log2 e, and tanh of the raw ones over the cap (1-d zeros without one)."""
+    """Scores in units of log2 e, and tanh of the raw ones over the cap (without one nothing of use)."""
     if SOFTCAP:
         bent = tanh(scores * (scale2 * 0.69314718 / softcap))
         scores = bent * (softcap * 1.44269504)
@@ -142,7 +142,7 @@ def _forward_step(
 
 
 @jit
-def _key_ranges(first, last, key_count, window, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def key_ranges(first, last, key_count, window, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Keys that queries `first` to `last` see: masked from low, all seen by all from full, masked again up to high."""
     low = 0
     full = 0
@@ -177,7 +177,7 @@ def _forward_tile(
     v_rows = v_ptr + key_row[:, None] * stride_vt + v_columns[None, :]
     first = begin - queries + shift
     last = tl.minimum(begin - queries + BM, query_count) - 1 + shift
-    low, full, ragged, high = _key_ranges(first, last, key_count, window, BN, CAUSAL, WINDOW)
+    low, full, ragged, high = key_ranges(first, last, key_count, window, BN, CAUSAL, WINDOW)
     query = row + shift
     accumulator = tl.zeros([BM, VP], tl.float32)
     top = tl.zeros([BM], tl.float32) - float("inf")
