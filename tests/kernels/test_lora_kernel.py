@@ -378,3 +378,11 @@ def test_a_decoder_takes_the_rows_with_scratch_memory():
         merged = dict(merged_tensors(model))
     with reference():
         assert all(torch.equal(tensor, merged[name]) for name, tensor in merged_tensors(model))
+
+
+def test_gradients_of_gradients_are_refused():
+    x = torch.randn(7, 40, device=DEVICE, requires_grad=True)
+    with kernels():
+        (grad,) = torch.autograd.grad(layer()(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

@@ -10,6 +10,7 @@ from gapless.kernels.attention import attention, attention_tiles
 from gapless.kernels.cross_entropy import linear_cross_entropy
 from gapless.kernels.dropout import dropout
 from gapless.kernels.rms_norm import rms_norm
+from gapless.kernels.rope import rotary_table, rotate_qkv
 from gapless.kernels.runtime import empty_rows, forced, runs_kernels, spare_columns
 from kernels.tools import DEVICE, kernels
 
@@ -69,6 +70,7 @@ def test_gradients_of_gradients_are_refused():
         swiglu,
         lambda x: rms_norm(x, torch.ones(8), 1e-6),
         lambda x: dropout(x, 0.5, counters, 0, 0),
+        lambda x: rotate_qkv(x.unflatten(1, (1, 4, 2)), rotary_table(torch.arange(4), torch.ones(1)))[0],
         lambda x: linear_cross_entropy(x, torch.ones(5, 8), torch.arange(4, dtype=torch.int32)),
     ):
         (grad,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)

@@ -442,8 +442,8 @@ def _fast_forward(
     split = _split(tiles, q, heads, qkv.shape, half, bool(weights), settings.interleaved)
     inputs = qkv, table.cos, table.sin, *(weights or (None, None))
     sizes = tokens, split.steps, qkv.stride(0), settings.eps
-    kinds = {"ALIGNMENT": _alignment([q, k, *weights]), **split.settings}
-    launch(_rotate_forward, (split.programs,), qkv.device, *inputs, q, k, *sizes, **kinds)
+    split.settings["ALIGNMENT"] = _alignment([q, k, *weights])
+    launch(_rotate_forward, (split.programs,), qkv.device, *inputs, q, k, *sizes, **split.settings)
     return [q, k]
 
 
@@ -536,7 +536,8 @@ class _RotateQKV(torch.autograd.Function):
         return q, k, qkv.detach()[:, :, -1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
         cos, sin, *saved = ctx.saved_tensors
         qkv, weights = (saved[0], saved[1:]) if saved else (None, [])
         table = RotaryTable(cos, sin)
@@ -551,8 +552,8 @@ class _RotateQKV(torch.autograd.Function):
             out, sums = _fast_backward(given, qkv, table, weights, ctx.settings, weight_grads)
         else:
             out, sums = _reference_backward(given, qkv, table, weights, ctx.settings)
-        sums = sums or [None, None]
-        wanted = [x if needed else None for x, needed in zip(sums, ctx.needs_input_grad[1:3], strict=True)]
+        needs = ctx.needs_input_grad[1:3]
+        wanted = [x if needed else None for x, needed in zip(sums or [None, None], needs, strict=True)]
         return out, *wanted, None, None
 
 
