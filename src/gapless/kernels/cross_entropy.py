@@ -16,7 +16,7 @@ from torch import distributed
 from torch.autograd.function import once_differentiable
 
 from gapless.batch import IGNORE
-from gapless.kernels.runtime import cdiv, jit, launch, next_power_of_2, tl, use_triton
+from gapless.kernels.runtime import cdiv, jit, launch, next_power_of_2, tanh, tl, use_triton
 
 CHUNK_TOKENS = 256
 """Tokens whose logits exist at a time on a CPU; 256 rows of a vocabulary of 49,152 are 50 MB in float32."""
@@ -190,27 +190,10 @@ def _needs_grad(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 @jit
-def _tanh(x):
-    """Within a few units in the last place, as the fast exponential alone would not be near 0."""
-    size = tl.abs(x)
-    z = x * x
-    # Fit of (tanh(x) / x - 1) / x^2 on |x| < 0.6, in Chebyshev points; relative error of tanh 4e-10.
-    near = 2.374711912125349e-3
-    near = near * z - 8.413742296397686e-3
-    near = near * z + 2.1789535880088806e-2
-    near = near * z - 5.396172031760216e-2
-    near = near * z + 1.3333313167095184e-1
-    near = near * z - 3.333333432674408e-1
-    near = x + x * z * near
-    far = 1.0 - 2.0 / (1.0 + tl.exp2(size * 2.8853900817779268))  # 2 log2(e)
-    return tl.where(size < 0.6, near, tl.where(x < 0.0, -far, far))
-
-
-@jit
 def _value(logit, inner, SOFTCAP: tl.constexpr):
     y = logit.to(tl.float32)
     if SOFTCAP:
-        y = _tanh(y * inner)
+        y = tanh(y * inner)
     return y
 
 

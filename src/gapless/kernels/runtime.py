@@ -165,3 +165,20 @@ def spare_columns(x: torch.Tensor) -> int:
         return 0
     end = x.storage_offset() + x.shape[0] * x.stride(0)
     return x.stride(0) - x.shape[1] if end * x.element_size() <= x.untyped_storage().nbytes() else 0
+
+
+@jit
+def tanh(x):
+    """Within a few units in the last place, as the fast exponential alone would not be near 0."""
+    size = tl.abs(x)
+    z = x * x
+    # Fit of (tanh(x) / x - 1) / x^2 on |x| < 0.6, in Chebyshev points; relative error of tanh 4e-10.
+    near = 2.374711912125349e-3
+    near = near * z - 8.413742296397686e-3
+    near = near * z + 2.1789535880088806e-2
+    near = near * z - 5.396172031760216e-2
+    near = near * z + 1.3333313167095184e-1
+    near = near * z - 3.333333432674408e-1
+    near = x + x * z * near
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(size * 2.8853900817779268))  # 2 log2(e)
+    return tl.where(size < 0.6, near, tl.where(x < 0.0, -far, far))

@@ -8,7 +8,7 @@ Shape letters: BM queries and BN keys of a tile; DP, VP head dims padded to powe
 from __future__ import annotations
 
 from gapless.batch import TAIL as _TAIL
-from gapless.kernels.runtime import jit, tl
+from gapless.kernels.runtime import jit, tanh, tl
 
 TAIL = _TAIL if tl is None else tl.constexpr(_TAIL)
 
@@ -73,14 +73,6 @@ def store_rows(pointers, x, rows, count, columns, C: tl.constexpr, CP: tl.conste
 def product(a, b, accumulator, EXACT: tl.constexpr):
     """Compute accumulator + a b; float32 operands are not rounded to tf32."""
     return tl.dot(a, b, accumulator, input_precision="ieee" if EXACT else "tf32")
-
-
-@jit
-def tanh(x):
-    """Saturating, relative error below 1e-6: near 0, where 1 - 2 / (1 + e^2x) cancels, its series."""
-    square = x * x
-    series = x * (1 + square * (-0.33333333 + square * (0.13333333 - 0.05396825 * square)))
-    return tl.where(tl.abs(x) < 0.2, series, 1 - 2 / (1 + tl.exp2(2.88539008 * x)))
 
 
 @jit
