@@ -28,7 +28,7 @@ QUICK_CASES = tuple({name.split(".")[0]: name for name in reversed(CASES)}.value
 
 STACK: dict[str, tuple[int, str]] = {
     "skinny._project_kernel": (16, "at 80 to 100 registers: ptxas trades four of them for another block"),
-    "attention.flash_forward.flash_forward": (192, "output, scores and weights fill the registers, most at 256"),
+    "attention.flash_forward.flash_forward": (128, "output, scores and weights fill the registers, most at 256"),
     "attention.flash_backward.flash_keys": (176, "two gradients and two products fill the registers, most at 256"),
     "attention.flash_backward.flash_delta": (8, "on sm_100 with Triton 3.6 alone"),
     "attention.flash_backward.flash_queries": (64, "without Hopper's matrix units operands are in registers, too"),

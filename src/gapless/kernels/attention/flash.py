@@ -64,7 +64,9 @@ _FLOAT32 = {
     128: Tiles(Tile(32, 16, 8, 2), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
     256: Tiles(Tile(16, 16, 8, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-_TABLES = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _HOPPER, 120: _SMALL}
+# Hopper's forward at 128 would spill 168 bytes there.
+_BLACKWELL = {**_HOPPER, 128: _HOPPER[128]._replace(forward=Tile(128, 64, 8, 3))}
+_TABLES = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _BLACKWELL, 120: _SMALL}
 
 
 def _tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
