@@ -223,6 +223,10 @@ def test_wrong_arguments_are_refused():
         rms_norm(randn(2, 4), randn(3), EPS)
     with pytest.raises(ValueError, match="spare"):
         rms_norm(randn(2, 2, 4), randn(4), EPS, spare=8)
+    with pytest.raises(ValueError, match="-2 spare columns"):
+        rms_norm(randn(2, 4), randn(4), EPS, spare=-2)
+    with pytest.raises(ValueError, match="0 features"):
+        rms_norm(torch.tensor(1.0), randn(1), EPS)
     with kernels(), pytest.raises(ValueError, match=f"{WIDEST + 1} features"):
         rms_norm(randn(1, WIDEST + 1), randn(WIDEST + 1), EPS)
     with pytest.raises(ValueError, match=r"\[2, 3\], not"):
