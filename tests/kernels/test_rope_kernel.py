@@ -150,6 +150,45 @@ def test_strided_inputs_and_gradients(path):
 
 
 @pytest.mark.parametrize("path", [kernels, reference])
+def test_tables_and_weights_that_are_not_dense(path):
+    """As with dense ones, bit for bit."""
+    (qkv, *weights), upstream = made(6, 2, 2, 32, torch.bfloat16, norm=True)
+    dense = table(6, 16)
+    tables = RotaryTable(*torch.cat([dense.cos, dense.sin], 1).chunk(2, dim=1))
+    found = []
+    for rotary, norms in ((dense, weights), (tables, [torch.stack([w, w + 1], 1)[:, 0] for w in weights])):
+        leaves = [x.detach().requires_grad_() for x in (qkv, *norms)]
+        with path(), guarded():
+            outs = rotate_qkv(leaves[0], rotary, *leaves[1:], EPS)
+            found.append([*outs, *torch.autograd.grad(outs, leaves, [grad.bfloat16() for grad in upstream])])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gradients_of_weights_alone(monkeypatch):
+    """The kernel leaves out that of the fused tensor, as large as the tensor."""
+    rotary, shapes, plain_launch = table(5, 16), [], rope.launch
+
+    def launch(kernel, grid, device, *args, **settings):
+        shapes.extend(tuple(x.shape) for x in args if torch.is_tensor(x))
+        plain_launch(kernel, grid, device, *args, **settings)
+
+    (qkv, *weights), upstream = made(5, 2, 2, 32, torch.float32, norm=True)
+    found = []
+    for leaves in ([qkv.clone(), *weights], weights):
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with kernels(), guarded():
+            outs = rotate_qkv(leaves[0] if len(leaves) == 3 else qkv, rotary, *weights, EPS)
+            monkeypatch.setattr(rope, "launch", launch)
+            shapes.clear()
+            found.append(torch.autograd.grad(outs, leaves, upstream, allow_unused=True)[-2:])
+            monkeypatch.undo()
+        assert shapes.count(tuple(qkv.shape)) == len(leaves) - 1
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("path", [kernels, reference])
 @pytest.mark.parametrize("norm", [False, True])
 def test_values_are_a_view_with_one_gradient(path, norm):
     rotary = table(4, 16)
@@ -219,6 +258,7 @@ def test_refuses_what_does_not_go_together():
         ((qkv[..., :30], narrow), "heads of 30"),
         ((qkv, narrow, weight), "both or neither"),
         ((qkv, narrow, weight, weight[:5]), "shape \\[5\\]"),
+        ((qkv, narrow, weight, weight.half()), "dtypes torch.float32 and torch.float16"),
     ):
         with pytest.raises(ValueError, match=message):
             rotate_qkv(*args)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gapless.kernels.reduce import add_partials
 from gapless.kernels.runtime import cdiv, jit, launch, multiprocessors, next_power_of_2, tl, use_triton
 
 
@@ -291,7 +292,6 @@ def _rotate_backward(
     PADDED: tl.constexpr,
     REST: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     token, head = row // (K * (G + 2)), row % (K * (G + 2))
@@ -309,7 +309,7 @@ def _rotate_backward(
         sum2, sum3 = sum1, tl.zeros((ROWS, REST if REST else 1), tl.float32)
     else:
         sum1, sum2, sum3 = 0.0, 0.0, 0.0
-    for step in tl.range(0, steps, num_stages=STAGES):
+    for step in range(steps):
         now = token + step * ahead
         inside, place = now < tokens, now.to(tl.int64)
         turned = inside & (is_value == 0)
@@ -329,9 +329,10 @@ def _rotate_backward(
             if WEIGHTS:
                 sum1, sum2, sum3 = sum1 + y1 * n[0], sum2 + y2 * n[1], sum3 + y3 * n[2]
             y1, y2, y3 = slopes
-        target = out + place * (K * (G + 2) * D) + head * D
-        _store_pair(target, y1, y2, inside, HALF, PADDED, INTERLEAVED)
-        _store_columns(target, y3, inside, 2 * HALF, D, REST)
+        if out is not None:
+            target = out + place * (K * (G + 2) * D) + head * D
+            _store_pair(target, y1, y2, inside, HALF, PADDED, INTERLEAVED)
+            _store_columns(target, y3, inside, 2 * HALF, D, REST)
     if WEIGHTS:
         target = partial + tl.program_id(0) * 2 * D
         _store_sums(target, is_query, sum1, sum2, sum3, D, HALF, INTERLEAVED, PADDED, REST)
@@ -361,19 +362,6 @@ def _store_sums(
         _store_columns(start, total, always, 2 * HALF, D, REST)
 
 
-@jit
-def _add_partials(partial, q_out, k_out, programs, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add up float32 [programs, 2, D] in a fixed order: the gradients [D] of both weights."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < 2 * D
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for begin in range(0, programs, ROWS):
-        row = begin + tl.arange(0, ROWS)[:, None]
-        total += tl.load(partial + row * (2 * D) + column[None, :], mask=(row < programs) & inside[None, :], other=0.0)
-    out = tl.where(column < D, q_out + column, k_out + column - D)
-    tl.store(out, tl.sum(total, axis=0).to(q_out.dtype.element_ty), mask=inside)
-
-
 # ---- launchers ----
 
 
@@ -385,8 +373,6 @@ class _Tiles(NamedTuple):
     warps: int
     programs: int
     """Per multiprocessor, each taking many steps; 0 for one step each."""
-    stages: int = 1
-    """Of the backward's loop over steps: rows of `stages - 1` of them are on their way to shared memory meanwhile."""
 
 
 def _tiles(*, backward: bool, norm: bool, weights: bool) -> _Tiles:
@@ -453,24 +439,24 @@ def _fast_backward(
     table: RotaryTable,
     weights: list[torch.Tensor],
     settings: _Settings,
-    weight_grads: bool,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    wanted: tuple[bool, bool],
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """The gradients of the fused tensor, and of the weights, where they are `wanted`."""
     tokens, kv_heads, features = grads[1].shape
     parts = grads[0].shape[1] // kv_heads + 2
     # Rows of 16 bytes at a time: features one after the other, other strides as they come.
     grads = [grad if grad.stride(2) == 1 else grad.contiguous() for grad in grads]
     qkv = None if qkv is None else _dense_heads(qkv)
-    out = grads[0].new_empty(tokens, kv_heads, parts, features)
-    tiles = _tiles(backward=True, norm=bool(weights), weights=weight_grads)
+    shape = torch.Size((tokens, kv_heads, parts, features))
+    out = grads[0].new_empty(shape) if wanted[0] else None
+    tiles = _tiles(backward=True, norm=bool(weights), weights=wanted[1])
     heads, half = kv_heads * parts, table.cos.shape[1]
-    split = _split(tiles, out, heads, out.shape, half, bool(weights), settings.interleaved)
-    partial = None
-    if weight_grads:
-        partial = torch.empty(split.programs, 2, features, dtype=torch.float32, device=out.device)
+    split = _split(tiles, grads[0], heads, shape, half, bool(weights), settings.interleaved)
+    partial = grads[0].new_empty(split.programs, 2 * features, dtype=torch.float32) if wanted[1] else None
     launch(
         _rotate_backward,
         (split.programs,),
-        out.device,
+        grads[0].device,
         *grads,
         qkv,
         table.cos,
@@ -483,20 +469,13 @@ def _fast_backward(
         *(stride for grad in grads for stride in grad.stride()[:2]),
         0 if qkv is None else qkv.stride(0),
         settings.eps,
-        WEIGHTS=weight_grads,
-        STAGES=tiles.stages,
+        WEIGHTS=wanted[1],
         ALIGNMENT=_alignment([*grads, *weights]),
         **split.settings,
     )
-    return out, [] if partial is None else _sum_partials(partial, weights)
-
-
-def _sum_partials(partial: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    programs, _, features = partial.shape
-    sums = [torch.empty_like(weight) for weight in weights]
-    settings = {"D": features, "ROWS": 1024, "COLUMNS": 8, "num_warps": 8}
-    launch(_add_partials, (cdiv(2 * features, 8),), partial.device, partial, *sums, programs, **settings)
-    return sums
+    if partial is None:
+        return out, []
+    return out, list(add_partials(partial, weights[0].dtype).chunk(2))
 
 
 def _alignment(tensors: list[torch.Tensor]) -> int:
@@ -527,6 +506,9 @@ class _RotateQKV(torch.autograd.Function):
         settings: _Settings,
     ) -> tuple[torch.Tensor, ...]:
         weights = [] if q_weight is None or k_weight is None else [q_weight, k_weight]
+        if settings.fast:  # the kernels take rows of tables, and weights, to be dense
+            table = RotaryTable(table.cos.contiguous(), table.sin.contiguous())
+            weights = [weight.contiguous() for weight in weights]
         ctx.save_for_backward(table.cos, table.sin, *([qkv, *weights] if weights else []))
         ctx.settings, ctx.shape, ctx.like = settings, qkv.shape, qkv.new_empty(0)
         ctx.set_materialize_grads(False)
@@ -547,14 +529,13 @@ class _RotateQKV(torch.autograd.Function):
             ctx.like.new_zeros(features).expand(shape) if grad is None else grad
             for grad, shape in zip(grads, shapes, strict=True)
         ]
-        weight_grads = any(ctx.needs_input_grad[1:3])
+        needs = ctx.needs_input_grad[:3]
         if ctx.settings.fast:
-            out, sums = _fast_backward(given, qkv, table, weights, ctx.settings, weight_grads)
+            out, sums = _fast_backward(given, qkv, table, weights, ctx.settings, (needs[0], needs[1] or needs[2]))
         else:
             out, sums = _reference_backward(given, qkv, table, weights, ctx.settings)
-        needs = ctx.needs_input_grad[1:3]
-        wanted = [x if needed else None for x, needed in zip(sums or [None, None], needs, strict=True)]
-        return out, *wanted, None, None
+        found = (out, *(sums or (None, None)))
+        return *(x if needed else None for x, needed in zip(found, needs, strict=True)), None, None
 
 
 def rotate_qkv(
@@ -582,7 +563,7 @@ def rotate_qkv(
         q [T, K G, D] and k [T, K, D], contiguous, and v [T, K, D], a view of qkv; all in qkv's dtype.
 
     Raises:
-        ValueError: shapes do not go together.
+        ValueError: shapes, or dtypes of the weights, do not go together.
     """
     if qkv.ndim != 4 or qkv.shape[2] < 3:
         raise ValueError(f"qkv has shape {list(qkv.shape)}, not [T, K, G + 2, D]")
@@ -596,4 +577,6 @@ def rotate_qkv(
     for weight in (q_weight, k_weight):
         if weight is not None and weight.shape != (features,):
             raise ValueError(f"a norm's weight has shape {list(weight.shape)}: heads have {features} features")
+    if q_weight is not None and k_weight is not None and q_weight.dtype != k_weight.dtype:
+        raise ValueError(f"the norms' weights have dtypes {q_weight.dtype} and {k_weight.dtype}, not one")
     return _RotateQKV.apply(qkv, q_weight, k_weight, rotary, _Settings(eps, interleaved, use_triton(qkv)))
