@@ -25,3 +25,14 @@ def test_the_update_is_written_into_the_output():
     out = lora_update(y, torch.ones(2, 1), torch.ones(1, 1), torch.ones(2, 1), 2.0)
     assert out.data_ptr() == y.data_ptr()
     assert out.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_what_is_frozen_costs_nothing():
+    x, a, b = torch.randn(5, 3), torch.randn(2, 3), torch.randn(7, 2).requires_grad_()
+    out = lora_update(torch.zeros(5, 7), x, a, b, 2.0)
+    assert [tensor is None for tensor in out.grad_fn.saved_tensors] == [True, True, True, False]
+    out.sum().backward()
+    torch.testing.assert_close(b.grad, 2 * (x @ a.t()).sum(0).expand(7, 2))
+    a.requires_grad_()
+    lora_update(torch.zeros(5, 7), x, a, b.detach(), 2.0).sum().backward()
+    torch.testing.assert_close(a.grad, 2 * b.detach().sum(0)[:, None] * x.sum(0))

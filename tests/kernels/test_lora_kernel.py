@@ -141,6 +141,31 @@ def test_against_float64(tokens, channels, layout, r, p, first, wide_rows, dtype
         assert not rows.as_strided((tokens, wide.spare - wide.rank), rows.stride(), channels + wide.rank).any()
 
 
+@pytest.mark.parametrize("path", [kernels, reference])
+@pytest.mark.parametrize(("layout", "p"), [(QKV, 0.0), (SOME, 0.3), (GATE_UP, 0.0)])
+def test_both_paths_train(layout, p, path):
+    """Also of B's that are not contiguous; float32 kernels, and the reference in float64."""
+    dtype = torch.float32 if path is kernels else torch.float64
+    x, weight, residual, bias, a, b, upstream = (
+        [part.to(dtype) for part in value] if isinstance(value, list) else value.to(dtype)
+        for value in case(13, 40, layout, 3, torch.float64)
+    )
+    exact = run(
+        formula(layout, 3, 0.5, p, 0), [tensor.double() for tensor in (x, weight, residual, bias, a, *b)], [upstream]
+    )
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, residual, a, *(part.t() for part in b))]
+    with path():
+        wide = WideWeight(weight, a.shape[0], layout[1])
+        drop = InputDropout(p, counters(13), 3, 1)
+        parts = [part.t() for part in leaves[3:]]
+        y = lora_linear(leaves[0], wide, leaves[2], parts, 0.5, bias=bias, residual=leaves[1], dropout=drop)
+        y.backward(upstream)
+    assert all(leaf.grad.dtype == dtype for leaf in leaves)
+    ours = [y.detach(), *(leaf.grad for leaf in leaves[:3]), *(leaf.grad.t() for leaf in leaves[3:])]
+    theirs = [exact[0][0], *(exact[1][index] for index in (0, 2, 4, *range(5, 5 + len(b))))]
+    assert_close([tensor.double() for tensor in ours], theirs)
+
+
 def in_pieces(kind, device, tokens, channels, element_size):
     """Tiles that cut every sum into several pieces, some of them empty."""
     return skinny._Tiles(16, 32, 1, 4, 2) if kind == "spread" else skinny._Tiles(16, 16, 3, 4, 2)
@@ -380,9 +405,12 @@ def test_a_decoder_takes_the_rows_with_scratch_memory():
         assert all(torch.equal(tensor, merged[name]) for name, tensor in merged_tensors(model))
 
 
-def test_gradients_of_gradients_are_refused():
-    x = torch.randn(7, 40, device=DEVICE, requires_grad=True)
-    with kernels():
-        (grad,) = torch.autograd.grad(layer()(x).square().sum(), x, create_graph=True)
+@pytest.mark.parametrize("path", [kernels, reference])
+@pytest.mark.parametrize("of", ["x", "b"])
+def test_gradients_of_gradients_are_refused(path, of):
+    module, x = layer(), torch.randn(7, 40, device=DEVICE, requires_grad=True)
+    with path():
+        source = x if of == "x" else module.lora_b["q_proj"]
+        (grad,) = torch.autograd.grad(module(x).square().sum(), source, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()

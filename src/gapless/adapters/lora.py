@@ -16,7 +16,6 @@ import hashlib
 import math
 from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from torch import nn
 from gapless.batch import DropoutCounters
 from gapless.config import AdapterConfig
 from gapless.kernels.dropout import dropout
-from gapless.kernels.lora import InputDropout, WideWeight, lora_linear, lora_update
+from gapless.kernels.lora import InputDropout, WideWeight, lora_linear, lora_update, part_blocks, place_parts
 from gapless.kernels.runtime import runs_kernels
 from gapless.models.decoder import Decoder, Embedding
 from gapless.models.families import names
@@ -158,13 +157,7 @@ class LoraLinear(Linear):
 
     def placed_b(self, dtype: torch.dtype) -> torch.Tensor:
         """B of all adapted parts as one matrix [out, P R]: a block per part, zero elsewhere."""
-        return _PlaceParts.apply(self, dtype, *(self.lora_b[part.name] for part in self.adapted))
-
-    def blocks(self, placed: torch.Tensor) -> list[torch.Tensor]:
-        """The block of each adapted part in a matrix like `placed_b`'s, as views [*part's dimensions, R]."""
-        fused = placed.view(*self.leading, placed.shape[-1])
-        columns = fused.split(self.r, dim=-1)
-        return [part.select(block) for part, block in zip(self.adapted, columns, strict=True)]
+        return place_parts([self.lora_b[part.name] for part in self.adapted], self.leading, self.adapted, dtype)
 
     def a_part(self, part: Part) -> Part:
         """Where a part's A lies in `lora_a`."""
@@ -213,7 +206,8 @@ class LoraLinear(Linear):
             if dim == 0:
                 shard.lora_a.copy_(self.lora_a)
                 piece = base.leading[self.shard_dim]
-                for part, source in zip(self.adapted, self.blocks(self.placed_b(torch.float32)), strict=True):
+                blocks = part_blocks(self.placed_b(torch.float32), self.leading, self.adapted)
+                for part, source in zip(self.adapted, blocks, strict=True):
                     cut = source.narrow(self.shard_dim, rank * piece, piece)
                     shard.lora_b[part.name].copy_(cut.reshape(-1, self.r))
             else:
@@ -225,23 +219,6 @@ class LoraLinear(Linear):
     def base_layer(self) -> Linear:
         """See `Linear.base_layer`."""
         return self.base.base_layer()
-
-
-class _PlaceParts(torch.autograd.Function):
-    """See `LoraLinear.placed_b`; a cast on the way in, and float32 gradients on the way out."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: LoraLinear, dtype: torch.dtype, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.layer = layer
-        placed = parts[0].new_zeros(layer.out_features, len(parts) * layer.r, dtype=dtype)
-        for block, part in zip(layer.blocks(placed), parts, strict=True):
-            block.copy_(part.view(block.shape))
-        return placed
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        blocks = ctx.layer.blocks(*grads)
-        return None, None, *(block.to(torch.float32).reshape(-1, ctx.layer.r) for block in blocks)
 
 
 def _name_seed(seed: int, name: str) -> int:

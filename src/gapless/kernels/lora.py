@@ -11,6 +11,7 @@ is written first and the base GEMM adds to it. The backward makes no gradient of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +25,70 @@ from gapless.kernels.dropout import is_identity
 from gapless.kernels.runtime import cdiv, spare_columns, use_triton
 from gapless.kernels.skinny import InputDropout, outer, project, spread
 
+# ---- parts of a fused output ----
+
+
+class Rows(Protocol):
+    """Which rows of a fused output a part is: `models.linear.Part`."""
+
+    def select(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Those of a tensor whose leading dimensions begin at axis `dim`, as a view."""
+        ...
+
+
+def part_blocks(placed: torch.Tensor, leading: Sequence[int], parts: Sequence[Rows]) -> list[torch.Tensor]:
+    """The block of each part in a matrix like B of all parts, as views.
+
+    Args:
+        placed: [out, R], any strides; every part has as many columns.
+        leading: dimensions of the output, whose product is `out`.
+        parts: in the order of their columns.
+
+    Returns:
+        Of each part [*its dimensions, R / parts].
+    """
+    columns = placed.view(*leading, placed.shape[1]).split(placed.shape[1] // len(parts), dim=-1)
+    return [part.select(block) for part, block in zip(parts, columns, strict=True)]
+
+
+def _fill(blocks: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
+    for block, part in zip(blocks, b, strict=True):
+        block.copy_(part.reshape(block.shape))
+
+
+class _PlaceParts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, leading: Sequence[int], parts: Sequence[Rows], dtype: torch.dtype, *b: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.leading, ctx.parts, ctx.dtypes = leading, parts, [part.dtype for part in b]
+        placed = b[0].new_zeros(math.prod(leading), sum(part.shape[1] for part in b), dtype=dtype)
+        _fill(part_blocks(placed, leading, parts), b)
+        return placed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
+        blocks = part_blocks(*grads, ctx.leading, ctx.parts)
+        parts = zip(blocks, ctx.dtypes, ctx.needs_input_grad[3:], strict=True)
+        found = (block.to(dtype).reshape(-1, block.shape[-1]) if needed else None for block, dtype, needed in parts)
+        return None, None, None, *found
+
+
+def place_parts(
+    b: Sequence[torch.Tensor], leading: Sequence[int], parts: Sequence[Rows], dtype: torch.dtype
+) -> torch.Tensor:
+    """B of all parts as one matrix [out, R] in a dtype: a block per part, zero elsewhere.
+
+    Args:
+        b: of each part [features of the part, its R], whose gradients come back in their own dtypes.
+        leading: dimensions of the output.
+        parts: of it.
+        dtype: of the result.
+    """
+    return _PlaceParts.apply(tuple(leading), tuple(parts), dtype, *b)
+
+
 # ---- reference ----
 
 
@@ -33,19 +98,30 @@ class _LoraUpdate(torch.autograd.Function):
         ctx: Any, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
     ) -> torch.Tensor:
         inner = x @ a.t()
-        ctx.save_for_backward(x, a, b, inner)
+        _, needs_x, needs_a, needs_b, _ = ctx.needs_input_grad
+        ctx.save_for_backward(
+            x if needs_a else None,
+            a if needs_x else None,
+            b if needs_x or needs_a else None,
+            inner if needs_b else None,
+        )
         ctx.scale = scale
         ctx.mark_dirty(y)
         return y.addmm_(inner, b.t(), alpha=scale)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
         (grad,) = grads
         x, a, b, inner = ctx.saved_tensors
-        grad_inner = (grad @ b) * ctx.scale
-        grad_x = grad_inner @ a if ctx.needs_input_grad[1] else None
-        grad_b = (grad.t() @ inner) * ctx.scale if ctx.needs_input_grad[3] else None
-        return grad, grad_x, grad_inner.t() @ x, grad_b, None
+        grad_x = grad_a = grad_b = None
+        if b is not None:
+            grad_inner = (grad @ b) * ctx.scale
+            grad_x = None if a is None else grad_inner @ a
+            grad_a = None if x is None else grad_inner.t() @ x
+        if inner is not None:
+            grad_b = (grad.t() @ inner) * ctx.scale
+        return grad, grad_x, grad_a, grad_b, None
 
 
 def lora_update(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -65,14 +141,6 @@ def lora_update(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tens
 
 
 # ---- what a layer is ----
-
-
-class Rows(Protocol):
-    """Which rows of a fused output a part is: `models.linear.Part`."""
-
-    def select(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Those of a tensor whose leading dimensions begin at axis `dim`, as a view."""
-        ...
 
 
 class WideWeight:
@@ -139,11 +207,6 @@ class WideWeight:
         """Whether a tensor is `weight`, rather than one that has come into its place."""
         return weight.data_ptr() == self.weight.data_ptr() and weight.stride() == self._strides
 
-    def blocks(self, placed: torch.Tensor) -> list[torch.Tensor]:
-        """The block of each part in a matrix like B, as views [*part's dimensions, columns of the part]."""
-        columns = placed.view(*self.leading, self.rank).split(self.rank // len(self.parts), dim=-1)
-        return [part.select(block) for part, block in zip(self.parts, columns, strict=True)]
-
     def forget(self) -> None:
         """Have the next `refresh` copy the adapters whatever their versions."""
         self._sources = ()
@@ -164,8 +227,7 @@ class WideWeight:
             sources = tuple((tensor.data_ptr(), tensor._version) for tensor in (a, *b))
         if not trusted or not sources or sources != self._sources:
             self.a.copy_(a)
-            for block, tensor in zip(self.blocks(self.b), b, strict=True):
-                block.copy_(tensor.view(block.shape))
+            _fill(part_blocks(self.b, self.leading, self.parts), b)
             self._sources = sources
 
 
@@ -248,7 +310,7 @@ class _LoraLinear(torch.autograd.Function):
                 grad_a = outer(grad_inner, x, drop, rank_first=True)
         grad_b: list[torch.Tensor | None] = [None] * len(needs_b)
         if any(needs_b):
-            blocks = wide.blocks(outer(inner, grad, None, rank_first=False))
+            blocks = part_blocks(outer(inner, grad, None, rank_first=False), wide.leading, wide.parts)
             grad_b = [
                 block.reshape(-1, block.shape[-1]) if needed else None
                 for block, needed in zip(blocks, needs_b, strict=True)
@@ -290,14 +352,12 @@ def lora_linear(
     assert x.shape[1] == wide.channels
     if dropout is not None and is_identity(dropout.p):
         dropout = None
-    wide.refresh(a, b, trusted=trusted)
     if use_triton(x):
+        wide.refresh(a, b, trusted=trusted)
         if x.stride(1) != 1:
             x = x.contiguous()
         return _LoraLinear.apply(_Layer(wide, scale, bias, dropout, torch.is_grad_enabled()), x, residual, a, *b)
     y = functional.linear(x, wide.flat, bias)
     y = y if residual is None else y + residual
-    placed = x.new_zeros(wide.out, wide.rank)
-    for block, part in zip(wide.blocks(placed), b, strict=True):
-        block.copy_(part.view(block.shape))
+    placed = place_parts(b, wide.leading, wide.parts, x.dtype)
     return lora_update(y, x if dropout is None else drop_out(x, *dropout), a.to(x.dtype), placed, scale)
