@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gapless.batch import IGNORE, TAIL, BatchLayout, Document, TileSpec, build_batch, segments
-from gapless.kernels.attention import attention
+from gapless.kernels.attention import attention, attention_tiles
 
 SPECS = [
     TileSpec(query_tile=4, key_tile=4),
@@ -233,11 +233,43 @@ def document(n):
         (lambda: segments([3, 2], starts=[0, 2]), "overlap or exceed"),
         (lambda: segments([3, 2], tokens=4), "overlap or exceed"),
         (lambda: segments([3, 2], max_documents=1), "2 documents exceed max_documents = 1"),
+        (lambda: segments([3, 2], starts=[0]), "1 starts for 2 documents"),
+        (lambda: segments([3], offsets=[1, 2]), "2 offsets for 1 documents"),
+        (lambda: segments([3], starts=[-1]), "starts must be at least 0, not -1"),
+        (lambda: segments([3], offsets=[-2]), "offsets must be at least 0, not -2"),
+        (lambda: segments([], tokens=-1), "0 to 2\\^31 - 1 tokens, not -1"),
+        (lambda: segments([0], starts=[2**31]), "0 to 2\\^31 - 1 tokens, not 2147483648"),
+        (lambda: segments([3], offsets=[2**30]), "positions must be below 2\\^30, not up to 1073741826"),
+        (lambda: TileSpec(query_tile=4, key_tile=4, window=0), "tiles and window must be at least 1"),
+        (lambda: attention_tiles(-4, 64, [None], torch.float32, "cpu"), "head dims must be at least 1, not -4 and 64"),
+        (lambda: attention_tiles(64, 64, [0], torch.float32, "cpu"), "window must be at least 1, or None"),
     ],
 )
 def test_refusals(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: segments(torch.tensor([3])), "lengths must be a sequence of integers on the host, not tensor"),
+        (lambda: segments(3), "lengths must be a sequence of integers on the host, not 3"),
+        (lambda: segments([3], offsets=[1.5]), "offsets must be a sequence of integers on the host, not \\[1.5\\]"),
+        (lambda: segments([3], starts=["0"]), "starts must be a sequence of integers"),
+        (lambda: attention_tiles(64, 64, [2.5], torch.float32, "cpu"), "window must be an integer, or None for none"),
+        (lambda: attention_tiles(64, 64, [None], "bf16", "cpu"), "dtype must be a torch.dtype, not 'bf16'"),
+    ],
+)
+def test_other_types_are_refused(build, message):
+    with pytest.raises(TypeError, match=message):
+        build()
+
+
+def test_integers_of_numpy():
+    where = segments(np.array([3, 2]), offsets=np.array([1, 0]))
+    assert (where.lengths, where.offsets) == ((3, 2), (1, 0))
+    assert all(type(number) is int for number in (*where.lengths, *where.offsets))
 
 
 def test_segments_of_a_cache_keep_their_spans():

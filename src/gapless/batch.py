@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from types import MappingProxyType
 
 import numpy as np
@@ -21,6 +22,8 @@ import torch
 
 IGNORE = -100
 """Label of a token that is not trained."""
+POSITIONS = 2**30
+"""Positions are below this: the sum of two, as kernels form it, is an int32."""
 TAIL = -2
 """In place of a document in the rows of a tile table that cover the stream's tail."""
 
@@ -35,6 +38,10 @@ class TileSpec:
     """Keys per tile, in tokens."""
     window: int | None = None
     """Keys a token sees, itself included; None for all earlier ones."""
+
+    def __post_init__(self) -> None:
+        if self.query_tile < 1 or self.key_tile < 1 or (self.window is not None and self.window < 1):
+            raise ValueError(f"tiles and window must be at least 1, not {self}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,12 +258,18 @@ def segments(
         device: where the tensors go.
 
     Raises:
-        ValueError: documents overlap or exceed T or max_documents.
+        TypeError: lengths, offsets or starts that are not sequences of integers on the host.
+        ValueError: documents overlap or exceed T or max_documents; there are more or fewer offsets or starts than
+            lengths, or negative ones; positions reach 2^30, or T 2^31.
     """
-    starts = tuple(starts) if starts is not None else _running_starts(lengths)
-    offsets = tuple(offsets) if offsets is not None else (0,) * len(lengths)
+    lengths = _integers("lengths", lengths)
+    starts = _integers("starts", starts) if starts is not None else _running_starts(lengths)
+    offsets = _integers("offsets", offsets) if offsets is not None else (0,) * len(lengths)
+    _check_places(lengths, starts, offsets)
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     tokens = max(ends, default=0) if tokens is None else tokens
+    if not 0 <= tokens < 2**31:
+        raise ValueError(f"a stream has 0 to 2^31 - 1 tokens, not {tokens}")
     max_documents = len(lengths) + 1 if max_documents is None else max_documents
     if any(end > start for end, start in zip(ends, [*starts, tokens][1:], strict=True)) or min(lengths, default=0) < 0:
         raise ValueError(f"documents of {list(lengths)} tokens at {list(starts)} overlap or exceed {tokens} tokens")
@@ -264,9 +277,26 @@ def segments(
         raise ValueError(f"{len(lengths)} documents exceed max_documents = {max_documents}")
     sizes = _segment_fields(tokens, max_documents, tiles)
     buffer = np.zeros(sum(sizes.values()), dtype=np.int32)
-    _fill_segments(_numpy_views(buffer, sizes), tuple(lengths), starts, offsets, tokens, tiles)
+    _fill_segments(_numpy_views(buffer, sizes), lengths, starts, offsets, tokens, tiles)
     views = _torch_views(torch.from_numpy(buffer).to(device), sizes)
-    return _view_segments(views, tuple(lengths), starts, offsets, tokens, tiles)
+    return _view_segments(views, lengths, starts, offsets, tokens, tiles)
+
+
+def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(values, Sequence | np.ndarray) or not all(isinstance(value, Integral) for value in values):
+        raise TypeError(f"{name} must be a sequence of integers on the host, not {values!r}")
+    return tuple(int(value) for value in values)
+
+
+def _check_places(lengths: tuple[int, ...], starts: tuple[int, ...], offsets: tuple[int, ...]) -> None:
+    for name, values in (("starts", starts), ("offsets", offsets)):
+        if len(values) != len(lengths):
+            raise ValueError(f"{len(values)} {name} for {len(lengths)} documents")
+        if min(values, default=0) < 0:
+            raise ValueError(f"{name} must be at least 0, not {min(values)}")
+    last = max((offset + length for offset, length in zip(offsets, lengths, strict=True)), default=0)
+    if last > POSITIONS:
+        raise ValueError(f"positions must be below 2^30, not up to {last - 1}")
 
 
 def build_batch(

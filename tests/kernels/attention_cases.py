@@ -74,7 +74,8 @@ class Case:
 
     def plain(self, q, k, v, sinks=None):
         settings = [self.options[name] for name in ("window", "softcap")]
-        scale = self.options.get("scale") or q.shape[-1] ** -0.5
+        scale = self.options.get("scale")
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         causal = self.options["causal"]
         return self.finite(*plain_attention(q, k, v, self.queries, self.keys, *settings, sinks, scale, causal))
 

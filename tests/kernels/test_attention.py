@@ -174,6 +174,14 @@ def test_extreme_scores():
         ({"v": torch.zeros(36, 2, 10, dtype=torch.float64)}, "tensors of one dtype"),
         ({"window": 0}, "window must be at least 1"),
         ({"window": 2, "causal": False}, "needs causal attention"),
+        ({"softcap": 0.0}, "softcap must be above 0 and finite, not 0.0; None for none"),
+        ({"softcap": -1.0}, "softcap must be above 0"),
+        ({"softcap": float("inf")}, "softcap must be above 0"),
+        ({"softcap": float("nan")}, "softcap must be above 0"),
+        ({"scale": float("inf")}, "scale must be finite, not inf"),
+        ({"scale": float("nan")}, "scale must be finite, not nan"),
+        ({"sinks": torch.zeros(2)}, r"sinks must be \[6\] on cpu, one per query head, not \[2\]"),
+        ({"sinks": torch.zeros(6, 1)}, r"not \[6, 1\]"),
     ],
 )
 def test_refusals(change, message):
@@ -181,3 +189,54 @@ def test_refusals(change, message):
     arguments = {"q": q, "k": k, "v": v, "q_segments": PACKED, **change}
     with pytest.raises(ValueError, match=message):
         attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"q_segments": [5, 0, 1, 17, 7]},
+            "q_segments must be Segments, as .* makes them, not list",
+        ),
+        ({"k_segments": (36,)}, "k_segments must be Segments"),
+        ({"window": 2.5}, "window must be an integer, or None for none, not 2.5"),
+        ({"window": True}, "window must be an integer, or None for none, not True"),
+        ({"window": "3"}, "window must be an integer, or None for none, not '3'"),
+        ({"sinks": [0.0] * 6}, "sinks must be a tensor of one number per query head, not list"),
+        ({"sinks": 1.0}, "sinks must be a tensor"),
+    ],
+)
+def test_other_types_are_refused(change, message):
+    q, k, v = (x.detach() for x in tensors(PACKED, PACKED))
+    arguments = {"q": q, "k": k, "v": v, "q_segments": PACKED, **change}
+    with pytest.raises(TypeError, match=message):
+        attention(**arguments)
+
+
+def test_huge_windows_are_none():
+    q, k, v = tensors(PACKED, PACKED)
+    assert torch.equal(attention(q, k, v, PACKED, window=2**31 - 1), attention(q, k, v, PACKED))
+
+
+@pytest.mark.parametrize("case", [(PACKED, PACKED, {}), (PACKED, PACKED, {"window": 4}), (CHUNK, CACHE, {})], ids=str)
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_scales_that_are_not_positive(case, scale):
+    q_segments, k_segments, options = case
+    inputs = tensors(q_segments, k_segments)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    out = attention(*inputs, q_segments, k_segments, scale=scale, **options)
+    exact, _ = oracle(*doubles, q_segments, k_segments, scale=scale, **options)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad(out.square().sum(), inputs)
+    expected = torch.autograd.grad(exact.square().sum(), doubles)
+    for ours, theirs in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_negative_scale_at_one_query_a_document():
+    q_segments, k_segments = segments([1, 1], offsets=[4, 2]), segments([5, 3], starts=[0, 8], tokens=16)
+    q, k, v = (x.detach() for x in tensors(q_segments, k_segments))
+    exact, _ = oracle(q.double(), k.double(), v.double(), q_segments, k_segments, scale=-0.3)
+    with torch.no_grad():
+        out = attention(q, k, v, q_segments, k_segments, scale=-0.3)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)

@@ -133,8 +133,48 @@ def test_tables_must_be_declared():
         case.fast(*case.inputs)
 
 
+def test_tables_of_keys_are_missed_in_the_forward():
+    queries, bare = make_segments([9], None), segments([9], tokens=14, max_documents=3, device=DEVICE)
+    case = Case(queries, bare)
+    with kernels():
+        out = case.fast(*case.inputs)
+        torch.testing.assert_close(out, case.plain(*case.inputs), rtol=1e-4, atol=1e-5)
+        case.fast(case.inputs[0].requires_grad_(), *case.inputs[1:])  # which takes the queries' table
+        case.inputs[1].requires_grad_()
+        with pytest.raises(KeyError, match="attention_tiles tells which are needed"):
+            case.fast(*case.inputs)
+
+
+@pytest.mark.parametrize("window", [2**30 - 1, 2**30, 2**31 - 1])
+def test_huge_windows(window):
+    Case(make_segments([40, 9], window), window=window).check()
+    queries = make_segments([20, 5], window, [2**30 - 20, 0])
+    keys = make_segments([40, 5], window, [2**30 - 40, 0], [0, 45])
+    Case(queries, keys, window=window).check()
+
+
+def test_sinks_as_they_lie():
+    case = Case(make_segments([30, 9], None), heads=(4, 2))
+    sinks = torch.randn(4, 3, device=DEVICE)
+    case.inputs.append(sinks)
+    fast, plain = case.fast, case.plain
+    case.fast = lambda q, k, v, table: fast(q, k, v, table[:, 1])
+    case.plain = lambda q, k, v, table: plain(q, k, v, table[:, 1])
+    case.check()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-46])
+def test_scales_that_kernels_do_not_take(scale):
+    case = Case(make_segments([30, 9], None), scale=scale)
+    exact = case.plain(*(x.double() for x in case.inputs))
+    with kernels():
+        torch.testing.assert_close(case.fast(*case.inputs).double(), exact, rtol=1e-4, atol=1e-5)
+
+
 def test_large_heads_take_the_reference():
     with kernels():
         assert attention_tiles(512, 512, [None], BF16, DEVICE) == ()
+        assert attention_tiles(64, 64, [None], torch.float64, DEVICE) == ()
+        assert attention_tiles(64, 64, [2**31], BF16, DEVICE) == attention_tiles(64, 64, [None], BF16, DEVICE)
         case = Case(segments([9], device=DEVICE), dims=(512, 512))
         torch.testing.assert_close(case.fast(*case.inputs), case.plain(*case.inputs), rtol=1e-4, atol=1e-5)

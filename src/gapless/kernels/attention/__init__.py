@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from gapless.batch import Segments
 from gapless.kernels.attention.decode import decode_attention, decodes
-from gapless.kernels.attention.flash import attention_tiles, flash_attention, supports
+from gapless.kernels.attention.flash import attention_tiles, effective_window, flash_attention, supports
 from gapless.kernels.attention.reference import reference_attention
 from gapless.kernels.runtime import use_triton
 
@@ -43,27 +45,31 @@ def attention(
         v: [Tk, K, Dv].
         q_segments: documents of the queries.
         k_segments: documents of the keys (a KV cache); those of the queries by default.
-        window: keys a token sees, itself included; None for all.
-        softcap: scores become softcap * tanh(score / softcap).
-        sinks: [N], one extra score per head that takes part in the softmax and has no value.
-        scale: of the scores; D ** -0.5 by default.
+        window: keys a token sees, itself included; None, or 2^30 and more, for all.
+        softcap: scores become softcap * tanh(score / softcap); above 0.
+        sinks: [N], on q's device; one extra score per head that takes part in the softmax and has no value.
+        scale: of the scores, finite; D ** -0.5 by default. 0 and negative ones take the reference.
         causal: False lets a query see all keys of its document (a window is then refused).
         return_lse: also return the log of the softmax's denominator.
         spare: columns of scratch memory behind each row of `out.flatten(1)`, for `lora_linear`.
 
     Returns:
         out [Tq, N, Dv] in q's dtype: zeros for queries that belong to no document or see no key. With `return_lse`
-        also float32 [Tq, N], -inf there.
+        also float32 [Tq, N]: -inf for queries of no document; for those that see no key the sink's, or -inf without
+        sinks.
 
     Raises:
-        ValueError: shapes, segments or options that do not fit together.
+        TypeError: segments that are not `Segments`, a window that is not an integer, sinks that are not a tensor.
+        ValueError: shapes, segments or options that do not fit together or are out of range.
         KeyError: segments without the tile tables that the kernel needs.
     """
     k_segments = q_segments if k_segments is None else k_segments
-    _check(q, k, v, q_segments, k_segments, window, causal)
+    _check(q, k, v, q_segments, k_segments)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    window = effective_window(window)
+    _check_options(q, window, softcap, sinks, scale, causal)
     plain = causal and softcap is None and sinks is None and not return_lse and not torch.is_grad_enabled()
-    if plain and decodes(q_segments, k_segments):
+    if plain and scale > 0 and decodes(q_segments, k_segments):
         return decode_attention(q, k, v, k_segments, window, scale)
     settings = (window, softcap, sinks, scale, causal)
     if use_triton(q) and supports(q, v, scale):
@@ -82,19 +88,44 @@ def _check(
     v: torch.Tensor,
     q_segments: Segments,
     k_segments: Segments,
-    window: int | None,
-    causal: bool,
 ) -> None:
+    for name, given in (("q_segments", q_segments), ("k_segments", k_segments)):
+        if not isinstance(given, Segments):
+            raise TypeError(
+                f"{name} must be Segments, as gapless.batch.segments makes them, not {type(given).__name__}"
+            )
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.ndim != 3 or k.ndim != 3 or v.shape[:-1] != k.shape[:-1] or q.shape[2] != k.shape[2]:
         raise ValueError(f"attention takes q [Tq, N, D], k [Tk, K, D], v [Tk, K, Dv], not {shapes}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"attention takes tensors of one dtype, not q {q.dtype}, k {k.dtype}, v {v.dtype}")
-    if q.shape[1] % k.shape[1]:
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads")
     if q.shape[0] != q_segments.tokens or k.shape[0] != k_segments.tokens:
         raise ValueError(f"{shapes} do not match segments of {q_segments.tokens} and {k_segments.tokens} tokens")
     if len(q_segments.lengths) != len(k_segments.lengths):
         raise ValueError(f"{len(q_segments.lengths)} documents of queries, {len(k_segments.lengths)} of keys")
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window must be at least 1 and needs causal attention, not window={window}, causal={causal}")
+
+
+def _check_options(
+    q: torch.Tensor,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+) -> None:
+    if window is not None and not causal:
+        raise ValueError(f"a window needs causal attention, not window={window}, causal={causal}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be above 0 and finite, not {softcap}; None for none")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, not {scale}")
+    if sinks is None:
+        return
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks must be a tensor of one number per query head, not {type(sinks).__name__}")
+    if sinks.shape != q.shape[1:2] or sinks.device != q.device:
+        raise ValueError(
+            f"sinks must be [{q.shape[1]}] on {q.device}, one per query head, not {list(sinks.shape)} on {sinks.device}"
+        )

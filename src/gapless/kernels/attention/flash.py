@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from gapless.batch import Segments, TileSpec
+from gapless.batch import POSITIONS, Segments, TileSpec
 from gapless.kernels.attention.flash_backward import flash_delta, flash_keys, flash_queries
 from gapless.kernels.attention.flash_forward import flash_forward
 from gapless.kernels.runtime import cache_bytes, cdiv, family, launch, multiprocessors, next_power_of_2, runs_kernels
@@ -87,14 +88,38 @@ def attention_tiles(
         device: of the tensors.
 
     Returns:
-        None at all where the reference runs: on a CPU, and for heads above 256.
+        () where the reference runs: on a CPU, for heads above 256, for dtypes other than bf16, fp16 and float32.
+
+    Raises:
+        TypeError: a dtype that is none of torch's, a window that is not an integer.
+        ValueError: head dims or a window below 1.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+    if head_dim < 1 or v_head_dim < 1:
+        raise ValueError(f"head dims must be at least 1, not {head_dim} and {v_head_dim}")
+    known = dict.fromkeys(effective_window(window) for window in windows)
     device = torch.device(device)
-    if not runs_kernels(device) or max(head_dim, v_head_dim) > LARGEST_HEAD:
+    if not runs_kernels(device) or not _has_kernels(head_dim, v_head_dim, dtype):
         return ()
     tiles = _tiles(head_dim, v_head_dim, dtype, device)
-    specs = [spec for window in dict.fromkeys(windows) for spec in _specs(tiles, window)]
-    return tuple(dict.fromkeys(specs))
+    return tuple(dict.fromkeys(spec for window in known for spec in _specs(tiles, window)))
+
+
+def effective_window(window: int | None) -> int | None:
+    """The window as kernels take it: None for 2^30 and more, which no position reaches and int32 sums could not hold.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is below 1.
+    """
+    if window is None:
+        return None
+    if isinstance(window, bool) or not isinstance(window, Integral):
+        raise TypeError(f"window must be an integer, or None for none, not {window!r}")
+    if window < 1:
+        raise ValueError(f"window must be at least 1, or None for none, not {window}")
+    return int(window) if window < POSITIONS else None
 
 
 def _specs(tiles: Tiles, window: int | None) -> tuple[TileSpec, TileSpec]:
@@ -125,6 +150,14 @@ class _Call:
     def numbers(self) -> tuple[float, float, int]:
         """Scale in units of log2 e, softcap and window; whatever where there is none."""
         return self.scale * LOG2_E, self.softcap or 1.0, self.window or 1
+
+    def require_tables(self, *, queries: bool, keys: bool) -> None:
+        """Raise KeyError now, not in the backward, where a table is missing for the gradient of queries or of keys."""
+        spec = _specs(self.tiles, self.window)[1]
+        if queries:
+            self.q_segments.tile_tables(spec)
+        if keys:
+            self.k_segments.tile_tables(spec)
 
     def constants(self) -> dict[str, Any]:
         """Constexprs that the kernels share."""
@@ -180,16 +213,23 @@ def flash_attention(
         KeyError: the segments lack a table of `attention_tiles`.
     """
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    sinks = None if sinks is None else sinks.contiguous()
     tiles = _tiles(q.shape[2], v.shape[2], q.dtype, q.device)
     call = _Call(q_segments, k_segments, window, softcap, scale, causal, tiles)
+    if torch.is_grad_enabled():
+        call.require_tables(queries=q.requires_grad, keys=k.requires_grad or v.requires_grad)
     out, lse = _Flash.apply(q, k, v, sinks, call, need_lse, spare)
     return out, lse
 
 
 def supports(q: torch.Tensor, v: torch.Tensor, scale: float) -> bool:
-    """Whether the kernels take these tensors: heads up to 256, 16- or 32-bit, a positive scale."""
-    known = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return known and max(q.shape[2], v.shape[2]) <= LARGEST_HEAD and scale > 0
+    """Whether the kernels take these tensors: heads up to 256, 16- or 32-bit, a positive scale that float32 holds."""
+    return _has_kernels(q.shape[2], v.shape[2], q.dtype) and 1e-30 < scale < 1e30
+
+
+def _has_kernels(head_dim: int, v_head_dim: int, dtype: torch.dtype) -> bool:
+    known = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return known and max(head_dim, v_head_dim) <= LARGEST_HEAD
 
 
 def _padded(q: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:

@@ -27,6 +27,9 @@ def reference_attention(
     if dtype.itemsize < 4:
         # Exact products, and on a CPU faster: PyTorch's attention backward takes three times as long in bf16.
         q, k, v = q.float(), k.float(), v.float()
+    if scale < 1e-30:
+        # PyTorch's attention masks before it scales: -inf times a scale that is negative, or 0 in float32, is not -inf.
+        q, scale = q * scale, 1.0
     q_pieces = _pieces(q.unflatten(1, (kv_heads, heads // kv_heads)), q_segments)
     k_pieces, v_pieces = _pieces(k, k_segments), _pieces(v, k_segments)
     plain = softcap is None and sinks is None and not need_lse
