@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from gapless.batch import segments
 from gapless.kernels.attention import flash
 from kernels.attention_cases import BF16, FP16, FP32, Case, make_segments
 
@@ -119,3 +120,15 @@ def test_every_tile_of_the_tables_runs_here():
                 patch.setattr(flash, "_tiles", lambda *_, tiles=tiles: tiles)
                 queries = make_segments([300, 1, 77], None, dims=(dim, dim), dtype=dtype)
                 Case(queries, dims=(dim, dim), dtype=dtype, heads=(4, 2)).check(eps=1e-3)
+
+
+def test_anything_may_lie_between_documents_of_a_cache():
+    queries = segments([1, 1, 1], offsets=[4, 2, 0], device="cuda")
+    keys = segments([5, 3, 1], starts=[0, 8, 16], tokens=24, device="cuda")
+    case = Case(queries, keys, dtype=BF16)
+    with torch.no_grad():
+        clean = case.fast(*case.inputs)
+        for x in case.inputs[1:]:
+            for gap in (slice(5, 8), slice(11, 16), slice(17, 24)):
+                x[gap] = torch.nan
+        assert torch.equal(case.fast(*case.inputs), clean)

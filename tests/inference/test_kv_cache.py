@@ -77,7 +77,7 @@ def test_decode_attention_equals_the_reference(window, lengths):
     keys, values = streams[1]
     q = torch.randn(len(lengths), 6, 3)
     assert decodes(queries, cache.segments)
-    ours = decode_attention(q, keys, values, cache.segments, window, 0.7)
+    ours = decode_attention(q, keys, values, queries, cache.segments, window, 0.7)
     reference, _ = reference_attention(
         q.double(),
         keys.double(),

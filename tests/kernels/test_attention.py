@@ -5,6 +5,7 @@ import torch
 
 from gapless.batch import segments
 from gapless.kernels.attention import attention
+from gapless.kernels.runtime import spare_columns
 
 LENGTHS = [5, 0, 1, 17, 7]
 
@@ -178,6 +179,7 @@ def test_extreme_scores():
         ({"softcap": -1.0}, "softcap must be above 0"),
         ({"softcap": float("inf")}, "softcap must be above 0"),
         ({"softcap": float("nan")}, "softcap must be above 0"),
+        ({"spare": -1}, "spare must be at least 0, not -1"),
         ({"scale": float("inf")}, "scale must be finite, not inf"),
         ({"scale": float("nan")}, "scale must be finite, not nan"),
         ({"sinks": torch.zeros(2)}, r"sinks must be \[6\] on cpu, one per query head, not \[2\]"),
@@ -240,3 +242,34 @@ def test_a_negative_scale_at_one_query_a_document():
     with torch.no_grad():
         out = attention(q, k, v, q_segments, k_segments, scale=-0.3)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", [1, 2])
+def test_anything_may_lie_between_documents_of_a_cache(garbage, where):
+    """With one query a document, where all documents are read up to the longest one's end."""
+    q_segments = segments([1, 1, 1], offsets=[4, 2, 0])
+    k_segments = segments([5, 3, 1], starts=[0, 8, 16], tokens=24)
+    inputs = [x.detach() for x in tensors(q_segments, k_segments)]
+    for options in ({}, {"window": 2}):
+        with torch.no_grad():
+            clean = attention(*inputs, q_segments, k_segments, **options)
+        spoilt = [x.clone() for x in inputs]
+        for gap in (slice(5, 8), slice(11, 16), slice(17, 24)):
+            spoilt[where][gap] = garbage
+        with torch.no_grad():
+            out = attention(*spoilt, q_segments, k_segments, **options)
+        torch.testing.assert_close(out, clean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_spare_columns_of_the_reference(grad):
+    q_segments, k_segments = segments([1, 1], offsets=[4, 2]), segments([5, 3], starts=[0, 8], tokens=16)
+    inputs = [x.detach().requires_grad_(grad) for x in tensors(q_segments, k_segments)]
+    with torch.set_grad_enabled(grad):
+        plain, out = (attention(*inputs, q_segments, k_segments, spare=spare) for spare in (0, 24))
+    assert torch.equal(out, plain)
+    assert (spare_columns(plain.flatten(1)), spare_columns(out.flatten(1))) == (0, 24)
+    if grad:
+        for ours, theirs in zip(*(torch.autograd.grad(x.square().sum(), inputs) for x in (out, plain)), strict=True):
+            assert torch.equal(ours, theirs)

@@ -9,7 +9,7 @@ import torch
 from gapless.batch import Segments
 from gapless.kernels.attention.decode import decode_attention, decodes
 from gapless.kernels.attention.flash import attention_tiles, effective_window, flash_attention, supports
-from gapless.kernels.attention.reference import reference_attention
+from gapless.kernels.attention.reference import reference_attention, with_spare
 from gapless.kernels.runtime import use_triton
 
 __all__ = ["attention", "attention_tiles"]
@@ -68,14 +68,17 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     window = effective_window(window)
     _check_options(q, window, softcap, sinks, scale, causal)
+    if spare < 0:
+        raise ValueError(f"spare must be at least 0, not {spare}")
     plain = causal and softcap is None and sinks is None and not return_lse and not torch.is_grad_enabled()
     if plain and scale > 0 and decodes(q_segments, k_segments):
-        return decode_attention(q, k, v, k_segments, window, scale)
+        return with_spare(decode_attention(q, k, v, q_segments, k_segments, window, scale), spare)
     settings = (window, softcap, sinks, scale, causal)
     if use_triton(q) and supports(q, v, scale):
         out, lse = flash_attention(q, k, v, q_segments, k_segments, *settings, need_lse=return_lse, spare=spare)
     else:
         out, lse = reference_attention(q, k, v, q_segments, k_segments, *settings, need_lse=return_lse)
+        out = with_spare(out, spare)
     if return_lse:
         assert lse is not None
         return out, lse

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
 from gapless.batch import Segments
+from gapless.kernels.runtime import empty_rows
 
 
 def reference_attention(
@@ -136,3 +139,19 @@ def _explicit(
     blind = lse == -torch.inf
     weights = torch.exp(scores - lse.masked_fill(blind, 0)[..., None])[..., : view.keys]
     return torch.einsum("tkgs,skd->tkgd", weights, v), lse
+
+
+def with_spare(out: torch.Tensor, spare: int) -> torch.Tensor:
+    """The same [T, N, Dv], with columns of scratch memory behind each row of `out.flatten(1)`."""
+    return _Spared.apply(out, spare) if spare else out
+
+
+class _Spared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, spare: int) -> torch.Tensor:
+        rows = out.flatten(1)
+        return empty_rows(rows, rows.shape[1], spare).copy_(rows).view(out.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
+        return *grads, None
