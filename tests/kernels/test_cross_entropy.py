@@ -1,3 +1,5 @@
+from math import inf, nan
+
 import pytest
 import torch
 from pool import run
@@ -62,7 +64,12 @@ def test_softcap_scale_and_z_loss(options):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"softcap": 0.0}, "softcap"), ({"logit_scale": -1.0}, "logit_scale"), ({"chunk_tokens": 0}, "chunk_tokens")],
+    [
+        *(({"softcap": value}, f"softcap must be finite and above 0, not {value}") for value in (0.0, inf, nan)),
+        *(({"logit_scale": value}, f"logit_scale must be finite .* not {value}") for value in (-1.0, inf, nan)),
+        *(({"z_loss": value}, f"z_loss must be finite and at least 0, not {value}") for value in (-0.1, inf, nan)),
+        ({"chunk_tokens": 0}, "chunk_tokens"),
+    ],
     ids=str,
 )
 def test_refused(options, message):
@@ -71,6 +78,32 @@ def test_refused(options, message):
         linear_cross_entropy(x, weight, labels, **options)
     with pytest.raises(ValueError, match="shapes"):
         linear_cross_entropy(x, weight, labels[1:])
+
+
+def test_inputs_that_do_not_go_together():
+    x, weight, labels = inputs()
+    for args, message in (
+        ((x, weight.bfloat16(), labels), "hidden has dtype torch.float32 and weight torch.bfloat16"),
+        ((x.long(), weight.long(), labels), "not one of floating point"),
+        ((x, weight, labels.float()), "labels have dtype torch.float32"),
+        ((x, weight[:0], labels), "no vocabulary"),
+        ((x, weight, labels.clamp(min=-1)), "label -1 is not in the vocabulary of 29; -100 is for"),
+        ((x, weight, labels.clamp(max=99) + 29), "label -71 is not in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear_cross_entropy(*args)
+
+
+def test_a_label_that_is_nowhere_where_it_is_not_refused():
+    """As on a GPU, where that would have to wait."""
+    x, weight, labels = inputs()
+    for label in (-1, 29):
+        labels[1] = label
+        loss = _LinearCrossEntropy.apply(x, weight, labels, 5, _Options())
+        assert loss.isnan()
+        (grad,) = torch.autograd.grad(loss, x)
+        assert grad[1].isnan().all()
+        assert grad[2:].isfinite().all()
 
 
 def test_scaled_loss_and_a_second_backward():

@@ -48,6 +48,11 @@ def inputs(rows=7, hidden=24, vocabulary=37, dtype=torch.float32, size=1.0):
     return x.to(DEVICE, dtype), weight.to(DEVICE, dtype), labels.to(DEVICE)
 
 
+def ones_like_loss():
+    """The gradient that arrives from a loss of its own."""
+    return [torch.ones((), device=DEVICE)]
+
+
 def small_tiles(block=16, warps=1):
     """Many blocks a row, of which the last has a few columns."""
     return mock.patch.object(cross_entropy, "_tiles", return_value=(block, warps))
@@ -222,6 +227,53 @@ def test_strided_inputs_and_a_second_backward():
     for one, two, other in zip(first, second, grads, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3)
         assert torch.equal(2 * one, two)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_labels_that_are_not_dense(dtype):
+    hidden, weight, labels = inputs()
+    spaced = torch.stack([labels, labels.roll(1)], 1)[:, 0].to(dtype)
+    found = []
+    for given in (labels, spaced):
+        with kernels(), small_tiles():
+            found.append(
+                run(lambda x, w, given=given: linear_cross_entropy(x, w, given), (hidden, weight), ones_like_loss())
+            )
+    (dense, dense_grads), (other, other_grads) = found
+    assert torch.equal(dense[0], other[0])
+    assert all(torch.equal(one, two) for one, two in zip(dense_grads, other_grads, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("label", [-1, -(2**31), 37, 2**31 - 1])
+def test_a_label_that_is_nowhere(label, options):
+    """No finite loss: a trainer leaves such a step out. Nothing beside the logits is read."""
+    hidden, weight, labels = inputs()
+    labels[3] = label
+    with kernels(), small_tiles(), guarded():
+        (loss,), (grad, _) = run(
+            lambda x, w: linear_cross_entropy(x, w, labels, **options), (hidden, weight), ones_like_loss()
+        )
+        assert linear_cross_entropy(hidden, weight, labels, **options).isnan()
+    assert loss.isnan()
+    assert grad[3].isnan().all()
+    assert grad[:3].isfinite().all()
+    if DEVICE == "cpu":
+        with reference(), pytest.raises(ValueError, match=f"label {label} is not in the vocabulary of 37"):
+            linear_cross_entropy(hidden, weight, labels, **options)
+    for path in (kernels, reference):
+
+        def rank(cut, path=path):
+            def work():
+                with path(), guarded(), small_tiles():
+                    shard = VocabularyShard(cut.start, None)
+                    return linear_cross_entropy(hidden, weight[cut], labels, vocabulary=shard, **options)
+
+            return work
+
+        first, second = in_turns([rank(slice(0, 21)), rank(slice(21, 37))])
+        assert first.isnan()
+        assert second.isnan()
 
 
 class WaitingError(Exception):

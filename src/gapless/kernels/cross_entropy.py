@@ -130,23 +130,21 @@ def _chunk_loss(hidden: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor
         slope = 1 - logits.square()
         logits.mul_(options.softcap)
     counts = labels != IGNORE
-    kept = kept_here = counts.float()
-    index = labels.long()
-    if vocabulary is not None:
-        index = index - vocabulary.start
-        kept_here = ((index >= 0) & (index < len(weight)) & counts).float()
-        index = index.clamp(max=len(weight) - 1)
-    index = index.clamp(min=0)[:, None]
+    index = labels.long() - (0 if vocabulary is None else vocabulary.start)
+    here = (index >= 0) & (index < len(weight)) & counts
+    kept, kept_here = counts.float(), here.float()
+    index = index.clamp(0, len(weight) - 1)[:, None]
     target = logits.gather(1, index).squeeze(1)
     maximum = logits.amax(dim=1)
     if vocabulary is not None:
         distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=vocabulary.group)
     exponentials = logits.sub_(maximum[:, None]).exp_()
-    total = exponentials.sum(dim=1)
+    total, found = exponentials.sum(dim=1), kept_here
     if vocabulary is not None:
-        sums = torch.stack([total, target * kept_here])
+        sums = torch.stack([total, target.masked_fill(~here, 0), kept_here])
         distributed.all_reduce(sums, group=vocabulary.group)
-        total, target = sums.unbind()
+        total, target, found = sums.unbind()
+    total = total.masked_fill(found < kept, torch.nan)  # a label that is nowhere
     log_sum = total.log() + maximum
     losses, factor = log_sum - target, kept
     if options.z_loss:
@@ -171,6 +169,12 @@ def _reference(
         rows = (labels != IGNORE).nonzero().squeeze(1)
         if len(rows) < len(labels):
             hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
+        unknown = labels[(labels < 0) | (labels >= len(weight))]
+        if options.vocabulary is None and len(unknown):
+            raise ValueError(
+                f"label {int(unknown[0])} is not in the vocabulary of {len(weight)}; {IGNORE} is for a row that counts "
+                "nothing"
+            )
     if not _needs_grad(hidden, weight):
         losses = [_chunk_loss(*chunk, weight, options).loss for chunk in _chunks(hidden, labels, chunk_tokens)]
         return torch.stack(losses).sum() if losses else hidden.new_zeros((), dtype=torch.float32)
@@ -277,8 +281,11 @@ def _loss_kernel(
             _clear(row, columns, BLOCK)
     else:
         # Before the barriers in the sums, after which other threads may write here.
-        target = _value(tl.load(row + label), inner, SOFTCAP)
+        known = (label >= 0) & (label < columns)
+        target = _value(tl.load(row + label, mask=known, other=float("nan")), inner, SOFTCAP)
         maximum, total = _maximum_and_sum(row, columns, inner, c, SOFTCAP, BLOCK)
+        # NaN where there is no such label, and so is the gradient. `known` itself would take a register until here.
+        total = tl.where(target == target, total, target)
         log_total = tl.log(total)
         log_sum = k * maximum + log_total
         tl.store(losses + index, log_total + k * (maximum - target) + z_loss * log_sum * log_sum)
@@ -292,22 +299,24 @@ def _statistics_kernel(
     logits, labels, statistics, rows, columns, stride, start, c, inner, IGNORE: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of the vocabulary, into float32 [3, rows]: largest y, sum of exp(k y - k largest), the label's y.
+    """Of a part of the vocabulary: largest y, sum of exp(k y - k largest), the label's y, whether the label is here.
 
-    The last is 0 where the label is elsewhere; all are 0 for rows that count nothing.
+    In float32 [4, rows]. The label's y is 0 where it is elsewhere; all are 0 for rows that count nothing.
     """
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     label = tl.load(labels + index)
-    maximum, total, target = 0.0, 0.0, 0.0
+    maximum, total, target, found = 0.0, 0.0, 0.0, 0.0
     if label != IGNORE:
         column = label - start
         here = (column >= 0) & (column < columns)
+        found = here.to(tl.float32)
         target = tl.where(here, _value(tl.load(row + column, mask=here, other=0.0), inner, SOFTCAP), 0.0)
         maximum, total = _maximum_and_sum(row, columns, inner, c, SOFTCAP, BLOCK)
     tl.store(statistics + index, maximum)
     tl.store(statistics + rows + index, total)
     tl.store(statistics + 2 * rows + index, target)
+    tl.store(statistics + 3 * rows + index, found)
 
 
 @jit
@@ -325,7 +334,8 @@ def _cut_loss_kernel(
             _clear(row, columns, BLOCK)
     else:
         maximum = tl.load(statistics + index)
-        total = tl.load(statistics + rows + index)
+        # As in `_loss_kernel`, a label that is nowhere.
+        total = tl.where(tl.load(statistics + 3 * rows + index) > 0, tl.load(statistics + rows + index), float("nan"))
         target = tl.load(statistics + 2 * rows + index)
         log_total = tl.log(total)
         log_sum = k * maximum + log_total
@@ -387,7 +397,7 @@ def _fused(
 
     The latter is float32 where it has many summands.
     """
-    tokens, columns = len(labels), len(weight)
+    tokens, columns, labels = len(labels), len(weight), labels.contiguous()
     rows = chunk_tokens or _rows_of_chunks(tokens, weight, trained=needs[1], cut=options.vocabulary is not None)
     losses = hidden.new_empty(tokens, dtype=torch.float32)
     grad_hidden = torch.empty_like(hidden) if needs[0] else None
@@ -428,7 +438,7 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, opti
         shape = (columns, stride)
         launch(_loss_kernel, grid, device, logits, labels, losses, *shape, *factors, GRAD=grad, **fixed)
         return
-    statistics = logits.new_empty(3, rows, dtype=torch.float32)
+    statistics = logits.new_empty(4, rows, dtype=torch.float32)
     shape = (rows, columns, stride, cut.start)
     launch(_statistics_kernel, grid, device, logits, labels, statistics, *shape, c, inner, **fixed)
     own = statistics[0].clone()
@@ -485,6 +495,18 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         return *outs, None, None, None
 
 
+def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:
+    if hidden.ndim != 2 or weight.shape[1:] != hidden.shape[1:] or labels.shape != hidden.shape[:1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, labels))
+        raise ValueError(f"hidden [M, H], weight [V, H] and labels [M] have shapes {shapes}")
+    if not hidden.is_floating_point() or weight.dtype != hidden.dtype:
+        raise ValueError(f"hidden has dtype {hidden.dtype} and weight {weight.dtype}: not one of floating point")
+    if labels.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"labels have dtype {labels.dtype}, not torch.int32 or torch.int64")
+    if not len(weight):
+        raise ValueError("weight has no rows: there is no vocabulary")
+
+
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -507,36 +529,39 @@ def linear_cross_entropy(
     the rounding error of one sum, and in float32 above, which takes 4 bytes for each weight until the backward.
 
     Rows with label -100 add exactly 0 to the loss and to the gradient of the weight and have 0 as gradient, also where
-    their hidden states are not finite. A label outside of the vocabulary is not noticed, and is not defined.
+    their hidden states are not finite. Any other label outside of the vocabulary makes the loss NaN, where it cannot be
+    refused without a wait: on a GPU, and with a cut vocabulary.
 
     With a `vocabulary` cut over ranks (Shoeybi et al. 2019, section 3) they exchange, of each chunk, the largest logit
-    and then, together, the sum of the exponentials and the label's logit, nothing in the backward. The gradient of
-    `hidden` that comes out is then this rank's summand: whoever copied `hidden` to the ranks adds them up.
+    and then, together, the sum of the exponentials, the label's logit and whether it is theirs; nothing in the
+    backward. The gradient of `hidden` that comes out is then this rank's summand: whoever copied `hidden` to the ranks
+    adds them up.
 
     Args:
         hidden: [M, H], bf16, fp16 or fp32; the same on all ranks of a cut vocabulary.
         weight: [V, H] in the same dtype, or the rows that are here.
-        labels: int32 [M]; -100 for a row that counts nothing.
+        labels: int32 or int64 [M]; -100 for a row that counts nothing.
         chunk_tokens: rows of logits held at a time; by default 256, and for a GPU's kernels what makes 0.5 to 1 GiB of
             logits, or 2,048 with a cut vocabulary.
         vocabulary: which rows are here; None for all.
         softcap: bound of the logits, above 0; None for none (Gemma 2).
         logit_scale: factor on the logits, above 0 (Cohere).
-        z_loss: weight of the square of the log of the sum (PaLM, section 5).
+        z_loss: weight of the square of the log of the sum, at least 0 (PaLM, section 5).
 
     Returns:
         0-d float32 sum of the losses (0 if no row counts); the same on all ranks.
 
     Raises:
-        ValueError: shapes that do not belong together, or an option out of its range.
+        ValueError: shapes or dtypes that do not belong together, an empty vocabulary, an option out of its range or not
+            finite, or, on a CPU, a label outside of the vocabulary.
     """
-    if hidden.ndim != 2 or weight.shape[1:] != hidden.shape[1:] or labels.shape != hidden.shape[:1]:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, labels))
-        raise ValueError(f"hidden [M, H], weight [V, H] and labels [M] have shapes {shapes}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be above 0, not {softcap}; None for none")
-    if not logit_scale > 0:
-        raise ValueError(f"logit_scale must be above 0, not {logit_scale}")
+    _check(hidden, weight, labels)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be finite and above 0, not {softcap}; None for none")
+    if not 0 < logit_scale < math.inf:
+        raise ValueError(f"logit_scale must be finite and above 0, not {logit_scale}")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss must be finite and at least 0, not {z_loss}")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
     options = _Options(softcap, logit_scale, z_loss, vocabulary)
