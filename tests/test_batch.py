@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gapless.batch import IGNORE, TAIL, BatchLayout, Document, TileSpec, build_batch, segments
-from gapless.kernels.attention import attention, attention_tiles
+from gapless.kernels.attention import attention_tiles
 
 SPECS = [
     TileSpec(query_tile=4, key_tile=4),
@@ -141,34 +141,29 @@ def seen_pairs(lengths, starts, window):
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @given(lengths=LENGTHS, tail=st.integers(0, 9))
-def test_tables_cover_exactly_the_pairs(spec, lengths, tail):
-    """Each pair is met once in each table, tiles without work do not exist, and the longest come first."""
+def test_tables_cover_documents_and_tail(spec, lengths, tail):
+    """Each token is in one tile of each table, tiles without work do not exist, and the longest come first."""
     tokens = sum(lengths) + tail
     where = segments(lengths, tokens=tokens, tiles=[spec])
     tables = where.tile_tables(spec)
-    expected = seen_pairs(lengths, where.starts, spec.window)
-    for table, used, tile, by_query in (
-        (tables.forward, tables.forward_used, spec.query_tile, True),
-        (tables.backward, tables.backward_used, spec.key_tile, False),
+    pairs = seen_pairs(lengths, where.starts, spec.window)
+    for table, used, tile, other, side in (
+        (tables.forward, tables.forward_used, spec.query_tile, spec.key_tile, 0),
+        (tables.backward, tables.backward_used, spec.key_tile, spec.query_tile, 1),
     ):
-        assert table.shape == (-(-tokens // tile) + len(lengths) + 1, 4)
-        met, spans = [], []
-        for document, first, other, end in table.tolist():
+        assert table.shape == (-(-tokens // tile) + len(lengths) + 1, 2)
+        covered, work = [], []
+        for document, first in table.tolist():
             if document < 0:
                 continue
-            last = min(first + tile, where.starts[document] + lengths[document])
-            assert where.starts[document] <= other < end <= where.starts[document] + lengths[document]
-            mine = [(a, b) if by_query else (b, a) for a in range(first, last) for b in range(other, end)]
-            mine = [pair for pair in mine if pair in expected]
-            # No key or query block is read for nothing: both ends of the range are needed by some token of the tile.
-            ends = {pair[1 if by_query else 0] for pair in mine}
-            assert {other, end - 1} <= ends
-            met += mine
-            spans.append(-(-(end - other) // (spec.key_tile if by_query else spec.query_tile)))
-        assert len(met) == len(set(met))
-        assert set(met) == expected
-        assert spans == sorted(spans, reverse=True)
-        cleared = table[len(spans) : used]
+            assert (first - where.starts[document]) % tile == 0
+            mine = range(first, min(first + tile, where.starts[document] + lengths[document]))
+            met = {pair[1 - side] for pair in pairs if pair[side] in mine}
+            covered += mine
+            work.append(-(-(max(met) - min(met) + 1) // other))
+        assert sorted(covered) == list(range(sum(lengths)))
+        assert work == sorted(work, reverse=True)
+        cleared = table[len(work) : used]
         assert (cleared[:, 0] == TAIL).all()
         assert cleared[:, 1].tolist() == list(range(tokens - tail, tokens, tile))
         assert (table[used:, 0] == -1).all()
@@ -179,28 +174,6 @@ def test_gaps(lengths, tail):
     assert not segments(lengths, tokens=sum(lengths) + tail).has_gaps
     assert segments([1, *lengths], starts=[1, *range(2, 2 + 40 * len(lengths), 40)], tokens=2000).has_gaps
     assert segments([2, 0, 1], starts=[0, 2, 3], tokens=9).has_gaps
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_walking_the_forward_table_is_attention(spec):
-    """What a kernel would do: for each tile read the keys it names, mask, softmax, write the tile's queries."""
-    lengths, tokens = [5, 0, 1, 33, 7], 50
-    where = segments(lengths, tokens=tokens, tiles=[spec])
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(tokens, 2, 6, generator=generator) for _ in range(3))
-    out = torch.zeros(tokens, 2, 6)
-    for document, first, first_key, end in where.tile_tables(spec).forward.tolist():
-        if document < 0:
-            continue
-        last = min(first + spec.query_tile, where.starts[document] + lengths[document])
-        rows, columns = torch.arange(first, last)[:, None], torch.arange(first_key, end)[None]
-        hidden = columns > rows
-        if spec.window is not None:
-            hidden |= rows - columns >= spec.window
-        scores = torch.einsum("qnd,knd->nqk", q[first:last], k[first_key:end]) * 6**-0.5
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out[first:last] = torch.einsum("nqk,knd->qnd", weights, v[first_key:end])
-    torch.testing.assert_close(out, attention(q, k, v, where, window=spec.window), rtol=1e-5, atol=1e-5)
 
 
 def test_undeclared_tables_raise():

@@ -90,12 +90,12 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class TileTables:
-    """Work lists of a varlen attention kernel, each int32 [ceil(T / tile) + max_documents, 4], longest first.
+    """Work lists of a varlen attention kernel, each int32 [ceil(T / tile) + max_documents, 2], longest first.
 
-    A row of `forward` is (document, first query, first key, end of keys): one tile of queries and the keys it reads.
-    A row of `backward` is (document, first key, first query, end of queries): one tile of keys and the queries that
-    read it. Tokens are counted from the start of the stream. Then come the tiles of the tail, (-2, first token, 0, 0),
-    which a kernel clears; the rows left are unused and have document -1.
+    A row of `forward` is (document, first query) of a tile of queries, one of `backward` (document, first key) of a
+    tile of keys, tokens counted from the start of the stream. What a tile meets follows from the segments on the
+    device; the order is by what it would meet in causal attention of a document with itself. Then come the tiles of the
+    tail, (-2, first token), which a kernel clears; the rows left are unused and have document -1.
     """
 
     forward: torch.Tensor
@@ -384,8 +384,8 @@ def _segment_fields(tokens: int, max_documents: int, tiles: Sequence[TileSpec]) 
     }
     for index, spec in enumerate(tiles):
         forward, backward = _table_sizes(spec, tokens, max_documents)
-        sizes[f"forward{index}"] = 4 * forward
-        sizes[f"backward{index}"] = 4 * backward
+        sizes[f"forward{index}"] = 2 * forward
+        sizes[f"backward{index}"] = 2 * backward
     return sizes
 
 
@@ -426,29 +426,33 @@ def _fill_segments(
     for start, length, offset in zip(starts, lengths, offsets, strict=True):
         views["positions"][start : start + length] = np.arange(offset, offset + length)
     for index, spec in enumerate(tiles):
-        forward, backward = _forward_tiles(spec, lengths, starts), _backward_tiles(spec, lengths, starts)
         tail = tokens - _end(lengths, starts)
-        _fill_table(views[f"forward{index}"], forward, spec.key_tile, _tail_tiles(spec.query_tile, tail, tokens))
-        _fill_table(views[f"backward{index}"], backward, spec.query_tile, _tail_tiles(spec.key_tile, tail, tokens))
+        for name, tile, met in (("forward", spec.query_tile, _keys_met), ("backward", spec.key_tile, _queries_met)):
+            tiles_of = _tile_starts(tile, lengths, starts)
+            work = met(spec, lengths, starts, *tiles_of)
+            _fill_table(views[f"{name}{index}"], np.stack(tiles_of, axis=1), work, _tail_tiles(tile, tail, tokens))
 
 
-def _forward_tiles(spec: TileSpec, lengths: Sequence[int], starts: Sequence[int]) -> np.ndarray:
-    """Rows (document, first query, first key, end of keys) of causal attention inside each document."""
-    document, first = _tile_starts(spec.query_tile, lengths, starts)
+def _keys_met(
+    spec: TileSpec, lengths: Sequence[int], starts: Sequence[int], document: np.ndarray, first: np.ndarray
+) -> np.ndarray:
+    """Tiles of keys that each tile of queries meets, in causal attention inside each document."""
     start, end = np.asarray(starts)[document], (np.asarray(starts) + np.asarray(lengths))[document]
     first_key = start if spec.window is None else np.maximum(start, first - spec.window + 1)
-    return np.stack([document, first, first_key, np.minimum(first + spec.query_tile, end)], axis=1)
+    return -(-(np.minimum(first + spec.query_tile, end) - first_key) // spec.key_tile)
 
 
-def _backward_tiles(spec: TileSpec, lengths: Sequence[int], starts: Sequence[int]) -> np.ndarray:
-    """Rows (document, first key, first query, end of queries) of causal attention inside each document."""
-    document, first = _tile_starts(spec.key_tile, lengths, starts)
+def _queries_met(
+    spec: TileSpec, lengths: Sequence[int], starts: Sequence[int], document: np.ndarray, first: np.ndarray
+) -> np.ndarray:
+    """Tiles of queries that each tile of keys meets, likewise."""
     end = (np.asarray(starts) + np.asarray(lengths))[document]
     end_query = end if spec.window is None else np.minimum(end, first + spec.key_tile - 1 + spec.window)
-    return np.stack([document, first, first, end_query], axis=1)
+    return -(-(end_query - first) // spec.query_tile)
 
 
 def _tile_starts(tile: int, lengths: Sequence[int], starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Document and first token of each tile."""
     counts = -(-np.asarray(lengths, dtype=np.int64) // tile)
     document = np.repeat(np.arange(len(lengths)), counts)
     within = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -463,17 +467,14 @@ def _end(lengths: Sequence[int], starts: Sequence[int]) -> int:
 def _tail_tiles(tile: int, tail: int, tokens: int) -> np.ndarray:
     """Rows for the last `tail` tokens: always room, since documents' tiles are ragged once each at most."""
     first = np.arange(tokens - tail, tokens, tile)
-    rows = np.zeros((len(first), 4), dtype=np.int64)
-    rows[:, 0], rows[:, 1] = TAIL, first
-    return rows
+    return np.stack([np.full(len(first), TAIL), first], axis=1)
 
 
-def _fill_table(flat: np.ndarray, tiles: np.ndarray, tile: int, tail: np.ndarray) -> None:
-    table = flat.reshape(-1, 4)
+def _fill_table(flat: np.ndarray, tiles: np.ndarray, work: np.ndarray, tail: np.ndarray) -> None:
+    table = flat.reshape(-1, 2)
     table[:, 0] = -1
     table[len(tiles) : len(tiles) + len(tail)] = tail
     # Longest first, so that the last tiles to start are short ones; stable, so that the order is fixed.
-    work = -(-(tiles[:, 3] - tiles[:, 2]) // tile)
     table[: len(tiles)] = tiles[np.argsort(-work, kind="stable")]
 
 
@@ -500,8 +501,8 @@ def _view_segments(
     counts = np.asarray([*lengths, tokens - _end(lengths, starts)], dtype=np.int64)
     tables = {
         spec: TileTables(
-            forward=views[f"forward{index}"].view(-1, 4),
-            backward=views[f"backward{index}"].view(-1, 4),
+            forward=views[f"forward{index}"].view(-1, 2),
+            backward=views[f"backward{index}"].view(-1, 2),
             forward_used=int((-(-counts // spec.query_tile)).sum()),
             backward_used=int((-(-counts // spec.key_tile)).sum()),
         )

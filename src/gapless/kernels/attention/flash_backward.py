@@ -216,8 +216,8 @@ def flash_keys(
     delta += query_head * tokens
     grad_k_ptr += head * D
     grad_v_ptr += head * V
-    document = tl.load(table + 4 * row)
-    begin = tl.load(table + 4 * row + 1)
+    document = tl.load(table + 2 * row)
+    begin = tl.load(table + 2 * row + 1)
     if document >= 0:
         place = places(document, q_start, q_used, q_offset, k_start, k_used, k_offset)
         _key_tile(
@@ -317,8 +317,8 @@ def flash_queries(
     lse += head * tokens
     delta += head * tokens
     grad_q_ptr += head * D
-    document = tl.load(table + 4 * row)
-    begin = tl.load(table + 4 * row + 1)
+    document = tl.load(table + 2 * row)
+    begin = tl.load(table + 2 * row + 1)
     if document >= 0:
         place = places(document, q_start, q_used, q_offset, k_start, k_used, k_offset)
         _query_tile(

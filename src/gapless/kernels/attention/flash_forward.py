@@ -219,8 +219,8 @@ def flash_forward(
     v_ptr += head // groups * stride_vh
     out_ptr += head * stride_oh
     lse += head * tokens
-    document = tl.load(table + 4 * row)
-    begin = tl.load(table + 4 * row + 1)
+    document = tl.load(table + 2 * row)
+    begin = tl.load(table + 2 * row + 1)
     if document >= 0:
         place = places(document, q_start, q_used, q_offset, k_start, k_used, k_offset)
         _forward_tile(
