@@ -46,6 +46,26 @@ def test_the_reason_for_references_is_told(monkeypatch):
     assert "pip install triton" in runtime.reference_note(GPU)
 
 
+@pytest.mark.parametrize("path", ["trition", True, None])
+def test_a_path_that_there_is_not(path):
+    with pytest.raises(ValueError, match=f'path is {path!r}, not "triton" or "reference"'), forced(path):
+        pass
+
+
+def nothing():
+    """A kernel's body."""
+
+
+def test_kernels_that_cannot_run_here(monkeypatch):
+    cpu = torch.device("cpu")
+    if runtime.triton is not None:
+        with pytest.raises(ValueError, match="set TRITON_INTERPRET=1 in the environment before"):
+            runtime.launch(runtime.triton.JITFunction(nothing), (1,), cpu)
+    monkeypatch.setattr(runtime, "triton", None)
+    with pytest.raises(ValueError, match="pip install triton"):
+        runtime.launch(runtime.jit(nothing), (1,), cpu)
+
+
 def test_tables_are_those_of_the_next_older_chip(monkeypatch):
     for capability, expected in [((8, 0), 80), ((8, 7), 86), ((9, 0), 90), ((10, 3), 100), ((12, 1), 120)]:
         pretend(monkeypatch, capability)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -64,7 +64,12 @@ def forced(path: Path, architecture: int | None = None) -> Generator[None]:
     Args:
         path: "triton" or "reference".
         architecture: to choose tiles for, as `architecture` gives it; by default that of the tensors' device.
+
+    Raises:
+        ValueError: another path.
     """
+    if path not in get_args(Path):
+        raise ValueError(f'path is {path!r}, not "triton" or "reference"')
     before = (_forced.path, _forced.architecture)
     _forced.path, _forced.architecture = path, architecture
     try:
@@ -141,9 +146,14 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         device: of the tensors; Triton alone would take the current one.
         args: of the kernel, in order.
         settings: its constexprs by name, num_warps, num_stages.
+
+    Raises:
+        ValueError: kernels are forced where they cannot run.
     """
     if 0 in grid:
         return
+    if device.type != "cuda":
+        _check_interpreted(kernel, device)
     # Triton 3.10 changes its default: a scaled score less its maximum needs the multiply-add that rounds once.
     settings["enable_fp_fusion"] = True
     if device.type != "cuda" or device.index == torch.cuda.current_device():
@@ -151,6 +161,17 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         return
     with torch.cuda.device(device):
         kernel[grid](*args, **settings)
+
+
+def _check_interpreted(kernel: Any, device: torch.device) -> None:
+    if triton is None:
+        raise ValueError("kernels need Triton, which is not installed: pip install triton")
+    # Those for another chip are compiled and do not run.
+    if isinstance(kernel, triton.JITFunction) and _forced.architecture is None:
+        raise ValueError(
+            f"kernels on the device {device.type} run in Triton's interpreter only: set TRITON_INTERPRET=1 in the "
+            "environment before gapless is imported"
+        )
 
 
 def empty_rows(x: torch.Tensor, columns: int, spare: int = 0) -> torch.Tensor:
