@@ -143,8 +143,12 @@ def host() -> None:
     a = draw(48, channels, dtype=torch.float32).requires_grad_()
     b = [draw(part.features(leading), 16, dtype=torch.float32).requires_grad_() for part in parts]
     x, grad = empty_rows(draw(64, 1), channels, wide.spare).zero_().requires_grad_(), draw(64, wide.out)
-    times.append(of_host(lambda: lora_linear(x, wide, a, b, 2.0, trusted=True)))
-    times.append(of_host(lambda: torch.autograd.grad(lora_linear(x, wide, a, b, 2.0, trusted=True), [x, a, *b], grad)))
+
+    def forward() -> torch.Tensor:
+        return lora_linear(x, wide, a, b, 2.0, spare=wide.spare, trusted=True)
+
+    times.append(of_host(forward))
+    times.append(of_host(lambda: torch.autograd.grad(forward(), [x, a, *b], grad)))
     times.append(timed(skinny_product("project", 4096, 48, first=True)))
     names = (*kinds, "forward", "and backward", "do_bench of project")
     print("host: " + ", ".join(f"{name} {time:.1f}" for name, time in zip(names, times, strict=True)))
@@ -168,7 +172,8 @@ def layers() -> None:
         low_a, low_b, y = a.detach().bfloat16(), draw(out, wide.rank), draw(TOKENS, out)
 
         def ours(x: torch.Tensor = x, drop: InputDropout | None = None) -> torch.Tensor:
-            return lora_linear(x, wide, a, b, 2.0, residual=residual, dropout=drop, trusted=True)  # noqa: B023
+            spare = wide.spare  # noqa: B023
+            return lora_linear(x, wide, a, b, 2.0, residual=residual, dropout=drop, spare=spare, trusted=True)  # noqa: B023
 
         base = timed(lambda: functional.linear(plain, flat))  # noqa: B023
         times = [timed(ours), timed(lambda: ours(drop=drop)), timed(lambda: ours(plain))]  # noqa: B023

@@ -163,7 +163,8 @@ def _lora(channels: int, leading: tuple[int, ...], parts: tuple[Part, ...], *, p
     place = torch.zeros(20, dtype=torch.int32)
     drop = InputDropout(p, DropoutCounters(torch.zeros(2, dtype=torch.int32), place, place), 3, 2) if p else None
     residual = tensor(20, wide.out) if len(leading) == 1 else None
-    backward(lora_linear(x.detach().requires_grad_(), wide, a, b, 2.0, residual=residual, dropout=drop))
+    room = wide.spare if spare else 0
+    backward(lora_linear(x.detach().requires_grad_(), wide, a, b, 2.0, residual=residual, dropout=drop, spare=room))
 
 
 @case("lora.qkv")

@@ -81,7 +81,12 @@ class LoraLinear(Linear):
         )
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, counters: DropoutCounters | None = None
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        counters: DropoutCounters | None = None,
+        *,
+        spare: int = 0,
     ) -> torch.Tensor:
         """Give base(x, residual) + scale * B A dropout(x).
 
@@ -89,6 +94,7 @@ class LoraLinear(Linear):
             x: [T, in].
             residual: [T, out], added to the result.
             counters: of the batch's tokens; needed when training with dropout.
+            spare: see `Linear.forward`.
         """
         drop = None
         if self.training and self.dropout:
@@ -108,6 +114,7 @@ class LoraLinear(Linear):
                 bias=bias,
                 residual=residual,
                 dropout=drop,
+                spare=spare,
                 trusted=self.trusted,
             )
         y = self.base(x, residual)

@@ -69,7 +69,8 @@ class _PlaceParts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
-        blocks = part_blocks(*grads, ctx.leading, ctx.parts)
+        (grad,) = grads
+        blocks = part_blocks(grad, ctx.leading, ctx.parts)
         parts = zip(blocks, ctx.dtypes, ctx.needs_input_grad[3:], strict=True)
         found = (block.to(dtype).reshape(-1, block.shape[-1]) if needed else None for block, dtype, needed in parts)
         return None, None, None, *found
@@ -161,6 +162,13 @@ class WideWeight:
     """The copy of A, a view [R, in]."""
     b: torch.Tensor
     """The copy of B, a view [out, R]."""
+    b_shapes: list[tuple[int, int]]
+    """Of each part's B."""
+
+    changes = 0
+    """How often `refresh` has brought other adapters than the ones before, as their versions tell."""
+    _stale = True
+    _sources: tuple[tuple[torch.Tensor, int], ...] = ()
 
     def __init__(self, weight: torch.Tensor, rank: int, parts: Sequence[Rows]) -> None:
         """Copy a weight into a new buffer; the adapters are zero until `refresh`.
@@ -169,7 +177,14 @@ class WideWeight:
             weight: [*leading, in]; afterwards `weight` of this object may take its place.
             rank: R of all adapted parts together.
             parts: of the output, in the order of their columns of B and rows of A.
+
+        Raises:
+            ValueError: the rank is not a multiple of the number of parts.
         """
+        if not parts or rank < 1 or rank % len(parts):
+            raise ValueError(
+                f"the rank of all parts together must be a multiple of their number, {len(parts)}, not {rank}"
+            )
         self.leading, self.channels, self.rank, self.parts = weight.shape[:-1], weight.shape[-1], rank, tuple(parts)
         self.out = weight[..., 0].numel()
         self.spare = self.spare_for(self.channels, rank)
@@ -180,7 +195,9 @@ class WideWeight:
         self.a = buffer[self.out : self.out + rank, : self.channels]
         self.b = self.rows[:, self.channels : self.channels + rank]
         self._strides = self.weight.stride()
-        self._sources: tuple[tuple[int, int], ...] = ()
+        self.b_shapes = [
+            (block[..., 0].numel(), block.shape[-1]) for block in part_blocks(self.b, self.leading, self.parts)
+        ]
         self.weight.copy_(weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -198,37 +215,40 @@ class WideWeight:
         spare = WideWeight.spare_for(channels, rank)
         return (out + spare) * (channels + spare) < 2**31
 
-    @property
-    def version(self) -> tuple[tuple[int, int], ...]:
-        """Of the adapters whose values are in the buffer."""
-        return self._sources
-
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether a tensor is `weight`, rather than one that has come into its place."""
         return weight.data_ptr() == self.weight.data_ptr() and weight.stride() == self._strides
 
     def forget(self) -> None:
-        """Have the next `refresh` copy the adapters whatever their versions."""
-        self._sources = ()
+        """Have the next `refresh` copy the adapters also if it is told that they are as they were."""
+        self._stale = True
 
-    @torch.no_grad()
     def refresh(self, a: torch.Tensor, b: Sequence[torch.Tensor], *, trusted: bool = False) -> None:
-        """Copy the adapters into the buffer, or only if their versions say that they have changed.
+        """Copy the adapters into the buffer.
 
         Args:
             a: [R, in].
             b: of each part [features, columns of the part].
-            trusted: whoever changes them tells autograd of it, by torch.autograd.graph.increment_version if by address:
-                torch's own fused optimizers do not.
+            trusted: nobody has changed them since the last call or `forget`, so that there is nothing to do. While a
+                CUDA graph is captured the copy is made all the same: replays are of other steps.
         """
-        if any(tensor.is_inference() for tensor in (a, *b)):
-            sources = ()  # they have no versions
-        else:
-            sources = tuple((tensor.data_ptr(), tensor._version) for tensor in (a, *b))
-        if not trusted or not sources or sources != self._sources:
+        if trusted and not self._stale and not (self.rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        with torch.no_grad():
             self.a.copy_(a)
             _fill(part_blocks(self.b, self.leading, self.parts), b)
-            self._sources = sources
+        self._stale = False
+        # A backward must find what its forward has had. That the same values are copied once more (by an evaluation in
+        # between, say) is no change, and values are not to be compared; so versions tell, as for all that autograd
+        # saves. The sources are held, so that no other tensor can come to lie where one has been.
+        sources = tuple((tensor.detach(), 0 if tensor.is_inference() else tensor._version) for tensor in (a, *b))
+        if [_place(*source) for source in sources] != [_place(*source) for source in self._sources]:
+            self.changes += 1
+        self._sources = sources
+
+
+def _place(tensor: torch.Tensor, version: int) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), version
 
 
 # ---- autograd ----
@@ -243,6 +263,8 @@ class _Layer(NamedTuple):
     drop: InputDropout | None
     recorded: bool
     """Whether there may be a backward."""
+    spare: int
+    """Columns behind x's rows that may be overwritten."""
 
     @property
     def whole_scale(self) -> float:
@@ -262,8 +284,7 @@ class _LoraLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         wide, bias = layer.wide, layer.bias
         row = wide.rows.shape[1]
-        # Exactly as many columns: what `empty_rows` made for this layer, and no range of a longer row of other values.
-        fits = spare_columns(x) == wide.spare
+        fits = layer.spare == spare_columns(x) == wide.spare
         trained_b = layer.recorded and any(ctx.needs_input_grad[4:])
         inner = project(
             x, wide.a, layer.whole_scale, layer.drop, spare=wide.spare if fits else 0, copy=trained_b or not fits
@@ -283,7 +304,7 @@ class _LoraLinear(torch.autograd.Function):
         )
         kept_x = x if ctx.needs_input_grad[3] else None
         ctx.save_for_backward(kept_x, inner if trained_b else None, *drop)
-        ctx.layer, ctx.version = layer, wide.version
+        ctx.layer, ctx.changes = layer, wide.changes
         return y
 
     @staticmethod
@@ -291,7 +312,8 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
         (grad,), layer = grads, ctx.layer
         wide = layer.wide
-        assert wide.version == ctx.version, "an adapter was changed between a forward and its backward"
+        if wide.changes != ctx.changes:
+            raise RuntimeError("an adapter was changed, and used, between a forward and its backward")
         x, inner, *counters = ctx.saved_tensors
         drop = layer.drop and layer.drop._replace(counters=DropoutCounters(*counters))
         _, needs_x, needs_residual, needs_a, *needs_b = ctx.needs_input_grad
@@ -318,6 +340,58 @@ class _LoraLinear(torch.autograd.Function):
         return None, grad_x, grad_residual, grad_a, *grad_b
 
 
+def _check_dtypes(wide: WideWeight, x: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
+    if torch.is_autocast_enabled(x.device.type):
+        raise ValueError("lora_linear computes in the weight's dtype: leave torch.autocast out")
+    for name, tensor in {"x": x, **others}.items():
+        if tensor is not None and (tensor.dtype != wide.dtype or tensor.device != wide.rows.device):
+            raise ValueError(
+                f"{name} must be {wide.dtype} on {wide.rows.device} as the weight is, not {tensor.dtype} on "
+                f"{tensor.device}"
+            )
+
+
+def _check_shapes(
+    wide: WideWeight,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> None:
+    if x.ndim != 2 or x.shape[1] != wide.channels:
+        raise ValueError(f"x must be [T, {wide.channels}], not {list(x.shape)}")
+    if a.shape != (wide.rank, wide.channels):
+        raise ValueError(f"a must be {[wide.rank, wide.channels]}, not {list(a.shape)}")
+    shapes = [tuple(part.shape) for part in b]
+    if shapes != wide.b_shapes:
+        raise ValueError(f"b must be of shapes {wide.b_shapes}, one for each part, not {shapes}")
+    if bias is not None and bias.shape != (wide.out,):
+        raise ValueError(f"bias must be {[wide.out]}, not {list(bias.shape)}")
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        raise ValueError("bias requires a gradient, but lora_linear makes none of it; add a trained bias to the result")
+    if residual is not None and residual.shape != (len(x), wide.out):
+        raise ValueError(f"residual must be {[len(x), wide.out]}, not {list(residual.shape)}")
+
+
+def _check_dropout(drop: InputDropout, tokens: int) -> None:
+    if not (0 <= drop.p < 1 and 0 <= drop.layer < 2**23 and 0 <= drop.site < 256 and drop.first_channel >= 0):
+        raise ValueError(
+            f"dropout must have p in [0, 1), layer in [0, 2^23), site in [0, 256) and first_channel from 0 on, not "
+            f"{drop.p}, {drop.layer}, {drop.site} and {drop.first_channel}"
+        )
+    counters = drop.counters
+    for name, counter, length in (
+        ("key", counters.key, 2),
+        ("row", counters.row, tokens),
+        ("column", counters.column, tokens),
+    ):
+        if counter.shape != (length,) or counter.dtype != torch.int32:
+            raise ValueError(
+                f"dropout's counters: {name} must be int32 {[length]}, not {counter.dtype} {list(counter.shape)}"
+            )
+
+
 def lora_linear(
     x: torch.Tensor,
     wide: WideWeight,
@@ -328,11 +402,10 @@ def lora_linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     dropout: InputDropout | None = None,
+    spare: int = 0,
     trusted: bool = False,
 ) -> torch.Tensor:
     """The layer x W^T (+ bias) (+ residual) + scale * dropout(x) A^T B^T.
-
-    If x has `wide.spare` columns of scratch memory behind its rows, they are overwritten.
 
     Args:
         x: [T, in].
@@ -343,20 +416,31 @@ def lora_linear(
         bias: [out], not trained.
         residual: [T, out], in x's dtype.
         dropout: on the update's input.
+        spare: columns of scratch memory that x was made with (`runtime.empty_rows`, `rms_norm(..., spare=)`, ...). If
+            they are `wide.spare` many they are overwritten, which autograd does not see: of x cut out of longer rows,
+            whose values are needed, leave it 0.
         trusted: see `WideWeight.refresh`.
 
     Returns:
-        [T, out] in x's dtype, which is the weight's. The gradients of A and B are float32 and not rounded before.
+        [T, out] in x's dtype, which is the weight's. On a GPU the gradients of A and B are not rounded before they are
+        float32.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit the weight's; a bias that is trained; dropout with a number out
+            of its range, or counters that are not int32 or not one a token; torch.autocast is on.
+        RuntimeError: in the backward, if the buffer holds other adapters by then.
     """
-    assert x.dtype == wide.dtype
-    assert x.shape[1] == wide.channels
-    if dropout is not None and is_identity(dropout.p):
-        dropout = None
+    _check_shapes(wide, x, a, b, bias, residual)
+    _check_dtypes(wide, x, {"bias": bias, "residual": residual})
+    if dropout is not None:
+        _check_dropout(dropout, len(x))
+        dropout = None if is_identity(dropout.p) else dropout
     if use_triton(x):
         wide.refresh(a, b, trusted=trusted)
         if x.stride(1) != 1:
             x = x.contiguous()
-        return _LoraLinear.apply(_Layer(wide, scale, bias, dropout, torch.is_grad_enabled()), x, residual, a, *b)
+        layer = _Layer(wide, scale, bias, dropout, torch.is_grad_enabled(), spare)
+        return _LoraLinear.apply(layer, x, residual, a, *b)
     y = functional.linear(x, wide.flat, bias)
     y = y if residual is None else y + residual
     placed = place_parts(b, wide.leading, wide.parts, x.dtype)

@@ -292,8 +292,9 @@ def _dropout_arguments(drop: InputDropout | None, x: torch.Tensor) -> tuple[tupl
     """The kernels' tensors, place and limit; without dropout no tensors, and None."""
     if drop is None:
         return (None, None, None), (0, 0, 0), None
-    assert drop.counters.row.shape == drop.counters.column.shape == (len(x),), "one row and column a token"
-    tensors = (drop.counters.key, drop.counters.row, drop.counters.column)
+    counters = drop.counters
+    assert counters.row.shape == counters.column.shape == (len(x),), "one row and column a token"
+    tensors = (counters.key.contiguous(), counters.row.contiguous(), counters.column.contiguous())
     place = (drop.layer << 8 | drop.site, drop.first_channel // 4, drop.first_channel % 4)
     return tensors, place, keep_limit(drop.p)
 
@@ -362,6 +363,7 @@ def spread(
     (tokens, rank), channels = inner.shape, w.shape[1]
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
+    bias = None if bias is None else bias.contiguous()
     out = inner.new_empty(tokens, channels)
     tiles = _tiles("spread", inner.device, tokens, channels, inner.element_size())
     tensors, place, limit = _dropout_arguments(drop, inner)

@@ -63,9 +63,11 @@ class Attention(nn.Module):
         segments: Segments,
         rotary: RotaryTable,
         cache: KeyValueCache | None = None,
+        *,
+        spare: int = 0,
     ) -> torch.Tensor:
-        """Attend: x [T, H], residual [T, H] -> [T, H]."""
-        fused = self.qkv(x, counters=segments.dropout).unflatten(1, self.qkv.leading)
+        """Attend: x [T, H], residual [T, H] -> [T, H]; `spare` as in `Linear.forward`."""
+        fused = self.qkv(x, counters=segments.dropout, spare=spare).unflatten(1, self.qkv.leading)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = rotate_qkv(fused, rotary, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         else:
@@ -74,6 +76,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
             key_segments = cache.segments
-        out = attention(q, k, v, segments, key_segments, window=self.window, spare=self.out.spare)
+        room = self.out.spare
+        out = attention(q, k, v, segments, key_segments, window=self.window, spare=room)
         assert isinstance(out, torch.Tensor)
-        return self.out(out.flatten(1), residual, segments.dropout)
+        return self.out(out.flatten(1), residual, segments.dropout, spare=room)

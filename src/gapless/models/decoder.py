@@ -53,9 +53,10 @@ class DecoderLayer(nn.Module):
         self, x: torch.Tensor, segments: Segments, rotary: RotaryTable, cache: KeyValueCache | None = None
     ) -> torch.Tensor:
         """Apply to the stream: x [T, H] -> [T, H]."""
-        normed = self.attention_norm(x, self.attention.qkv.spare)
-        x = self.attention(normed, x, segments, rotary, cache)
-        return self.mlp(self.mlp_norm(x, self.mlp.gate_up.spare), x, segments.dropout)
+        spare = self.attention.qkv.spare
+        x = self.attention(self.attention_norm(x, spare), x, segments, rotary, cache, spare=spare)
+        spare = self.mlp.gate_up.spare
+        return self.mlp(self.mlp_norm(x, spare), x, segments.dropout, spare=spare)
 
 
 class Decoder(nn.Module):

@@ -65,17 +65,26 @@ class Linear(nn.Module):
         return math.prod(self.leading)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, counters: DropoutCounters | None = None
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        counters: DropoutCounters | None = None,
+        *,
+        spare: int = 0,
     ) -> torch.Tensor:
         """Compute x W^T + bias (+ residual): x [T, in], residual [T, out] -> [T, out], features in storage order.
 
-        An adapter that drops out reads `counters`, those of the batch's tokens.
+        An adapter that drops out reads `counters`, those of the batch's tokens. The `spare` columns behind x's rows are
+        scratch memory that may be overwritten: whoever made x has left them there.
         """
         raise NotImplementedError
 
     @property
     def spare(self) -> int:
-        """Columns of scratch memory that `forward` would like behind the rows of x (`kernels.runtime.empty_rows`)."""
+        """Columns of scratch memory that `forward` would like behind the rows of x (`kernels.runtime.empty_rows`).
+
+        Who leaves them there passes their number on to `forward`.
+        """
         return 0
 
     def dequantize(self) -> torch.Tensor:
@@ -118,7 +127,12 @@ class DenseLinear(Linear):
         self.bias = nn.Parameter(torch.zeros(leading, dtype=dtype, device=device)) if bias else None
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, counters: DropoutCounters | None = None
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        counters: DropoutCounters | None = None,
+        *,
+        spare: int = 0,
     ) -> torch.Tensor:
         """See `Linear.forward`."""
         weight = self.dequantize()

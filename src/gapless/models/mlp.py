@@ -30,7 +30,10 @@ class MLP(nn.Module):
             "down_proj", config.ffn, config.hidden, bias=config.mlp_bias, dtype=dtype, device=device
         )
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, counters: DropoutCounters | None = None) -> torch.Tensor:
-        """Apply to x [T, H] and add residual [T, H]: [T, H]."""
-        active = swiglu(self.gate_up(x, counters=counters), spare=self.down.spare)
-        return self.down(active, residual, counters)
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, counters: DropoutCounters | None = None, *, spare: int = 0
+    ) -> torch.Tensor:
+        """Apply to x [T, H] and add residual [T, H]: [T, H]; `spare` as in `Linear.forward`."""
+        room = self.down.spare
+        active = swiglu(self.gate_up(x, counters=counters, spare=spare), spare=room)
+        return self.down(active, residual, counters, spare=room)

@@ -187,7 +187,12 @@ class ColumnParallelLinear(_ParallelLinear):
     """A layer cut by output: tokens enter the region before it."""
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, counters: DropoutCounters | None = None
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        counters: DropoutCounters | None = None,
+        *,
+        spare: int = 0,
     ) -> torch.Tensor:
         """Apply the piece to all tokens: [T, in], or [T / size, in] with sequence parallelism -> [T, out / size].
 
@@ -195,9 +200,10 @@ class ColumnParallelLinear(_ParallelLinear):
             x: tokens outside the region.
             residual: none: what it would be added to is outside the region, the output inside.
             counters: of all tokens of the batch.
+            spare: see `Linear.forward`.
         """
         assert residual is None
-        return self.inner(self.region.enter(x), None, counters)
+        return self.inner(self.region.enter(x), None, counters, spare=spare)
 
     @property
     def spare(self) -> int:
@@ -209,7 +215,12 @@ class RowParallelLinear(_ParallelLinear):
     """A layer cut by input: tokens leave the region behind it."""
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, counters: DropoutCounters | None = None
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        counters: DropoutCounters | None = None,
+        *,
+        spare: int = 0,
     ) -> torch.Tensor:
         """Add up the pieces' outputs: [T, in / size] -> [T, out], or [T / size, out] with sequence parallelism.
 
@@ -217,8 +228,9 @@ class RowParallelLinear(_ParallelLinear):
             x: all tokens, this rank's features.
             residual: of the result's shape; added once, after the sum.
             counters: of all tokens of the batch.
+            spare: see `Linear.forward`.
         """
-        y = self.region.leave(self.inner(x, None, counters))
+        y = self.region.leave(self.inner(x, None, counters, spare=spare))
         return y if residual is None else y + residual
 
     @property
@@ -260,7 +272,12 @@ class VocabularyParallelHead(_ParallelLinear):
         super().__init__(inner, region)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, counters: DropoutCounters | None = None
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        counters: DropoutCounters | None = None,
+        *,
+        spare: int = 0,
     ) -> torch.Tensor:
         """The logits of the whole vocabulary on every rank: x [M, H] -> [M, V].
 
