@@ -121,3 +121,23 @@ def test_a_range_of_the_channels_has_the_whole_ones_mask(cuts):
         out.append(dropped)
         first += channels
     assert torch.equal(torch.cat(out, dim=1), dropout(x, 0.5, counters(), 1, 2))
+
+
+def test_refused():
+    x, good = torch.ones(6, 9), counters()
+    for args, message in (
+        ((x, 1.0, good, 0, 0), "p is 1.0: a value"),
+        ((x, -0.1, good, 0, 0), "p is -0.1"),
+        ((x, float("nan"), good, 0, 0), "p is nan"),
+        ((x, 0.5, good, -1, 0), "layer -1, site 0"),
+        ((x, 0.5, good, 2**23, 0), "the layer below 2\\^23"),
+        ((x, 0.5, good, 0, 256), "site 256 and first channel 0 must"),
+        ((x, 0.5, good, 0, 0, -4), "first channel -4"),
+        ((x[0], 0.5, good, 0, 0), r"x has shape \[9\]"),
+        ((x.int(), 0.5, good, 0, 0), "dtype torch.int32"),
+        ((x[:5], 0.5, good, 0, 0), r"shapes \[2\], \[6\], \[6\]: x has 5 tokens"),
+        ((x, 0.5, DropoutCounters(good.key, good.row.long(), good.column), 0, 0), "torch.int32, torch.int64, torch.i"),
+        ((x, 0.0, DropoutCounters(good.key[:1], good.row, good.column), 0, 0), r"shapes \[1\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dropout(*args)

@@ -54,6 +54,15 @@ def test_every_probability(p):
     assert torch.equal(ours[0], theirs[0])
 
 
+def test_counters_that_are_not_dense():
+    x, dense = torch.randn(7, 40, device=DEVICE), counters(7)
+    fields = (dense.key, dense.row, dense.column)
+    spaced = DropoutCounters(*(torch.stack([counter, counter + 1], 1)[:, 0] for counter in fields))
+    ours, theirs = both(x, 0.5, spaced, 1, 2)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
 def test_strided_input_and_no_rows():
     x = torch.randn(7, 40, device=DEVICE)[:, 3:20]
     place = (counters(7), 0, 2)

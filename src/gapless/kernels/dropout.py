@@ -153,7 +153,6 @@ def is_identity(p: float) -> bool:
 def _launch_dropout(x: torch.Tensor, p: float, counters: DropoutCounters, place: tuple[int, int, int]) -> torch.Tensor:
     layer, site, first_channel = place
     tokens, channels = x.shape
-    assert counters.row.shape == counters.column.shape == (tokens,), "one row and column a token"
     if x.stride(1) != 1:
         x = x.contiguous()
     out = x.new_empty(tokens, channels)
@@ -166,9 +165,7 @@ def _launch_dropout(x: torch.Tensor, p: float, counters: DropoutCounters, place:
         x.device,
         x,
         out,
-        counters.key,
-        counters.row,
-        counters.column,
+        *(counter.contiguous() for counter in (counters.key, counters.row, counters.column)),
         x.stride(0),
         out.stride(0),
         tokens,
@@ -201,6 +198,18 @@ class _Dropout(torch.autograd.Function):
         return ctx.masked(grad, ctx.p, DropoutCounters(*ctx.saved_tensors), ctx.place), None, None, None, None
 
 
+def _check(x: torch.Tensor, counters: DropoutCounters) -> None:
+    if x.ndim != 2 or not x.is_floating_point():
+        raise ValueError(f"x has shape {list(x.shape)} and dtype {x.dtype}, not [T, C] of floating point")
+    found = (counters.key, counters.row, counters.column)
+    if [counter.shape for counter in found] != [(2,), (len(x),), (len(x),)]:
+        shapes = ", ".join(str(list(counter.shape)) for counter in found)
+        raise ValueError(f"key [2], row [T] and column [T] have shapes {shapes}: x has {len(x)} tokens")
+    if any(counter.dtype != torch.int32 for counter in found):
+        dtypes = ", ".join(str(counter.dtype) for counter in found)
+        raise ValueError(f"key, row and column have dtypes {dtypes}, not torch.int32")
+
+
 def dropout(
     x: torch.Tensor, p: float, counters: DropoutCounters, layer: int, site: int, first_channel: int = 0
 ) -> torch.Tensor:
@@ -209,19 +218,25 @@ def dropout(
     Only the counters are kept for the backward, which computes the mask again.
 
     Args:
-        x: [T, C].
+        x: [T, C], of a floating dtype.
         p: in [0, 1).
         counters: of the batch.
-        layer: below 2^23.
-        site: which dropout in the layer, below 256.
+        layer: from 0, below 2^23.
+        site: which dropout in the layer, from 0, below 256.
         first_channel: channel of the layer's whole input that x begins with, where x is a range of its channels.
 
     Returns:
-        [T, C] in x's dtype.
+        [T, C] in x's dtype; x itself where p is 0.
+
+    Raises:
+        ValueError: shapes or dtypes do not go together, or a number is out of its range.
     """
-    assert 0 <= p < 1
-    assert 0 <= site < 256
-    assert 0 <= layer < 2**23
+    _check(x, counters)
+    if not 0 <= p < 1:
+        raise ValueError(f"p is {p}: a value is dropped with a probability of at least 0 and below 1")
+    if not (0 <= layer < 2**23 and 0 <= site < 256 and first_channel >= 0):
+        numbers = f"layer {layer}, site {site} and first channel {first_channel}"
+        raise ValueError(f"{numbers} must be at least 0, the layer below 2^23 and the site below 256")
     if is_identity(p):
         return x
     place = (layer, site, first_channel)
