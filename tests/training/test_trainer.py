@@ -10,13 +10,14 @@ import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from runs import log_without_timing, make_config, write_inputs
 from torch.nn import functional
 
-from gapless.adapters.lora import adapter_views
+from gapless.adapters.lora import LoraLinear, adapter_views, lora_layers
 from gapless.adapters.peft import load_adapter
 from gapless.batch import segments
 from gapless.config_file import load_config
@@ -209,6 +210,33 @@ def test_a_custom_loss_and_a_callback(inputs, tmp_path):
     own = [line for line in log_without_timing(tmp_path / "own") if "loss" in line]
     for line, expected in zip(own, log_without_timing(plain), strict=True):
         assert line == pytest.approx(expected, rel=1e-4)
+
+
+def test_copies_of_adapters_are_renewed_once_a_step_and_an_evaluation(inputs, tmp_path):
+    """And in every forward of a callback, which may change adapters behind autograd's back."""
+    seen = []
+
+    def note(name):
+        seen.append((name, {layer.trusted for layer in lora_layers(trainer.model)}))
+
+    def loss_fn(logits, labels):
+        note("loss")
+        return cross_entropy(logits, labels)
+
+    class Edit(Callback):
+        def on_step_end(self, trainer, metrics):
+            note("callback")
+
+        on_evaluate = on_step_end
+
+    config = make_config(inputs, tmp_path, max_steps=2, save_steps=None, eval=(str(inputs / "eval.jsonl"),))
+    trainer = Trainer(config, loss_fn=loss_fn, callbacks=[Edit()])
+    with mock.patch.object(LoraLinear, "trust", autospec=True, side_effect=LoraLinear.trust) as trust:
+        trainer.train()
+    assert all(flags == {name == "loss"} for name, flags in seen)
+    assert {name for name, _ in seen} == {"loss", "callback"}
+    layers = len(list(lora_layers(trainer.model)))
+    assert trust.call_count == (2 + 2) * layers  # steps and evaluations, whatever their micro-batches
 
 
 class Dataset:

@@ -4,7 +4,8 @@ A fused layer (qkv, gate_up) carries one adapter per adapted part. Their A matri
 the input they share is read once; each B is a parameter of its own in its part's shape, placed into the rows of the
 fused output when used. Parameters are float32; a forward uses copies in the dtype of the activations and their
 gradients come back in float32. Where kernels run, the copies lie in one buffer with the frozen weight, which becomes a
-view of it (`kernels.lora.WideWeight`), and are renewed when a parameter has changed.
+view of it (`kernels.lora.WideWeight`); they are made in every forward, or once for as long as nobody changes the
+adapters (`unchanged`): an optimizer step's micro-batches, an evaluation, a generation.
 
 Dropout falls on the adapters' input and is counter-based; the parts of a fused layer share one mask, where PEFT draws
 one for each. All else is as in PEFT, whose names and shapes the files have.
@@ -47,7 +48,7 @@ class LoraLinear(Linear):
     """A linear layer with adapters on some of its parts."""
 
     trusted = False
-    """Whether versions tell of every change of the adapters, so that low-precision copies are made once a change."""
+    """Whether nobody changes the adapters for now, so that low-precision copies of them need not be made again."""
     gathered = False
     """Whether FSDP2 lends the layer its parameters for each forward: memory that is no place for a buffer's view."""
     _wide: WideWeight | None = None
@@ -152,7 +153,7 @@ class LoraLinear(Linear):
         return self._wide
 
     def trust(self) -> None:
-        """From now on whoever changes the adapters tells autograd of it, as `training.optim.AdamW` does."""
+        """Have the next forward make low-precision copies, and none after it, until `trusted` is False again."""
         self.trusted = True
         if self._wide is not None:
             self._wide.forget()
@@ -239,9 +240,9 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLinear]:
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Generator[None]:
-    """Nobody changes the adapters while entered: their low-precision copies are made once."""
-    layers = list(lora_layers(model))
+def unchanged(*modules: nn.Module) -> Generator[None]:
+    """Nobody changes the modules' adapters while entered: their low-precision copies are made once."""
+    layers = [layer for module in modules for layer in lora_layers(module)]
     before = [layer.trusted for layer in layers]
     for layer in layers:
         layer.trust()

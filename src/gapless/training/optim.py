@@ -177,7 +177,7 @@ class AdamW:
             norm = self.squares().sqrt()
         step = self._step_by_kernels if use_triton(self._step_count) else self._step_by_torch
         finite = step(loss, learning_rate, norm)
-        # Neither path counts a version of what it changes; copies of parameters are refreshed by it.
+        # Neither path counts a version of what it changes; whoever has kept a parameter for a backward asks for it.
         torch.autograd.graph.increment_version(self._params)
         for param in self._sharded:
             param.grad = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gapless import parallel
-from gapless.adapters.lora import adapter_views, apply_lora, lora_layers, reset_adapters
+from gapless.adapters.lora import adapter_views, apply_lora, reset_adapters
 from gapless.batch import BatchLayout, PackedBatch
 from gapless.config import RunConfig
 from gapless.data.loader import Loader, eval_batches
@@ -68,13 +68,6 @@ def trained_views(config: RunConfig, *stages: Decoder) -> list[TensorView]:
     """What is here of every tensor that is trained, under its on-disk name."""
     views = hf_views if config.adapter.type == "none" else adapter_views
     return [view for stage in stages for view in views(stage)]
-
-
-def trust_versions(*stages: Decoder) -> None:
-    """Adapted layers need not copy their adapters in every forward: the optimizer tells of its updates."""
-    for stage in stages:
-        for layer in lora_layers(stage):
-            layer.trust()
 
 
 def length_note(config: RunConfig) -> str | None:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from gapless.adapters.lora import lora_layers, unchanged
 from gapless.checkpoint_file import folder_name, open_written
 from gapless.config import RunConfig
 from gapless.config_file import check_config
@@ -274,7 +275,7 @@ class Trainer:
         self._ownership = Ownership(views, self._world)
         self.optimizer = self._opened.enter_context(closing(AdamW(views, self.config.optim, self.device)))
         self._parallel.bind(self.optimizer.buffers())
-        setup.trust_versions(*self._parallel.stages)
+        self._adapted = [layer for stage in self._parallel.stages for layer in lora_layers(stage)]
         rows = training.per_device_train_batch_size
         layout = setup.build_layout(self.config, self.model, rows)
         self._eval_layout = setup.build_layout(self.config, self.model, training.per_device_eval_batch_size or rows)
@@ -327,14 +328,15 @@ class Trainer:
         """Launch a step, then read the metrics of the one before it."""
         self._writer.poll()
         data = self._loader.next_step()
-        metrics = train_step(
-            self._parallel,
-            self.optimizer,
-            data,
-            self._loss_fn,
-            counts=self._ownership.counts,
-            stop=self._asked or self._signals.received is not None,
-        )
+        with unchanged(*self._adapted):  # but by its end; callbacks, which may change them too, come after it
+            metrics = train_step(
+                self._parallel,
+                self.optimizer,
+                data,
+                self._loss_fn,
+                counts=self._ownership.counts,
+                stop=self._asked or self._signals.received is not None,
+            )
         self.step += 1
         self._result = None
         newest = None
@@ -450,7 +452,8 @@ class Trainer:
                 self.config, self._eval_store, self._eval_layout, self._mesh, self.device
             )
             uninterrupted = takewhile(lambda _: not self._interrupted(), batches)
-            loss = mean_loss(self._parallel, uninterrupted, self._loss_fn)
+            with unchanged(*self._adapted):
+                loss = mean_loss(self._parallel, uninterrupted, self._loss_fn)
             if loss is None or self._interrupted():
                 return  # cut short
             self._display.message(f"step {self.step}/{self.total_steps}  eval loss {loss:.4f}")
