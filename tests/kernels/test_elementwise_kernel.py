@@ -233,6 +233,12 @@ def test_wrong_arguments_are_refused():
         swiglu(randn(2, 3))
     with pytest.raises(ValueError, match="erf"):
         geglu(randn(2, 4), approximate="erf")
+    for path in (kernels, reference):
+        for function in (swiglu, lambda x, spare: geglu(x, approximate="none", spare=spare)):
+            with path(), pytest.raises(ValueError, match="-2 spare columns"):
+                function(randn(2, 4), spare=-2)
+            with path(), pytest.raises(ValueError, match=r"\[1, 2, 4\], not \[T, 2F\]"):
+                function(randn(1, 2, 4), spare=8)
 
 
 def test_gradients_of_gradients_are_refused():

@@ -152,7 +152,7 @@ class _Tiles(NamedTuple):
     warps: int
 
 
-def _tiles(*, backward: bool, item: int) -> _Tiles:
+def _tiles(item: int) -> _Tiles:
     """The split of a kernel's work, `item` bytes an element; there is nothing in shared memory, for any chip.
 
     A thread has a vector of 16 bytes of the gate and one of up.
@@ -179,7 +179,7 @@ def _fast_forward(gate_up: torch.Tensor, kind: _Kind, spare: int) -> torch.Tenso
     rows, features = gate_up.shape[0], gate_up.shape[1] // 2
     gate_up = _dense_rows(gate_up)
     out = empty_rows(gate_up, features, spare)
-    tiles = _tiles(backward=False, item=gate_up.element_size())
+    tiles = _tiles(gate_up.element_size())
     programs, settings = _split(tiles, rows, features)
     strides = gate_up.stride(0), features + spare
     launch(_gate_forward, (programs,), out.device, gate_up, out, rows, *strides, KIND=kind, **settings)
@@ -190,7 +190,7 @@ def _fast_backward(grad: torch.Tensor, gate_up: torch.Tensor, kind: _Kind) -> to
     rows, features = grad.shape
     grad, gate_up = _dense_rows(grad), _dense_rows(gate_up)
     out = gate_up.new_empty(rows, 2 * features)
-    tiles = _tiles(backward=True, item=gate_up.element_size())
+    tiles = _tiles(gate_up.element_size())
     programs, settings = _split(tiles, rows, features)
     strides = grad.stride(0), gate_up.stride(0)
     launch(_gate_backward, (programs,), out.device, grad, gate_up, out, rows, *strides, KIND=kind, **settings)
@@ -221,6 +221,8 @@ class _Gated(torch.autograd.Function):
 def _gated(gate_up: torch.Tensor, kind: _Kind, spare: int) -> torch.Tensor:
     if gate_up.ndim != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"gate and up have shape {list(gate_up.shape)}, not [T, 2F]")
+    if spare < 0:
+        raise ValueError(f"{spare} spare columns: a row has at least 0")
     return _Gated.apply(gate_up, kind, spare, use_triton(gate_up))
 
 
@@ -235,7 +237,7 @@ def swiglu(gate_up: torch.Tensor, *, spare: int = 0) -> torch.Tensor:
         [T, F] in the same dtype.
 
     Raises:
-        ValueError: gate_up is not [T, 2F].
+        ValueError: gate_up is not [T, 2F], or spare is negative.
     """
     return _gated(gate_up, "silu", spare)
 
@@ -253,7 +255,7 @@ def geglu(gate_up: torch.Tensor, *, approximate: Literal["none", "tanh"], spare:
         [T, F] in the same dtype.
 
     Raises:
-        ValueError: gate_up is not [T, 2F], or `approximate` is neither.
+        ValueError: gate_up is not [T, 2F], `approximate` is neither, or spare is negative.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f'approximate is {approximate!r}, not "none" or "tanh"')
