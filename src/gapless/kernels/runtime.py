@@ -7,10 +7,10 @@ tables by `architecture`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -30,9 +30,17 @@ SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 1
 Path = Literal["triton", "reference"]
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the function as it is where there is no Triton to run it."""
-    return function if triton is None else triton.jit(function)
+def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
+    """`triton.jit`, or the function as it is where there is no Triton to run it.
+
+    Args:
+        function: the kernel; without it a decorator is returned.
+        do_not_specialize: its arguments that change from batch to batch. Triton compiles a kernel again when an integer
+            or an address becomes divisible by 16, or is no longer, and when an integer becomes 1.
+    """
+    if function is None:
+        return partial(jit, do_not_specialize=do_not_specialize)
+    return function if triton is None else triton.jit(do_not_specialize=do_not_specialize)(function)
 
 
 def cdiv(a: int, b: int) -> int:
