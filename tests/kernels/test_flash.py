@@ -1,5 +1,11 @@
 """The attention kernels against plain attention in float64, values and gradients, in tiles small enough to be many."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -169,6 +175,14 @@ def test_scales_that_kernels_do_not_take(scale):
     exact = case.plain(*(x.double() for x in case.inputs))
     with kernels():
         torch.testing.assert_close(case.fast(*case.inputs).double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_batches_of_other_sizes_compile_nothing():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).parent / "specializations.py"
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert json.loads(run.stdout) == {f"flash_{name}": 1 for name in ("forward", "delta", "keys", "queries")}
 
 
 def test_large_heads_take_the_reference():

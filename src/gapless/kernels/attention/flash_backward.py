@@ -8,6 +8,7 @@ of five, but every gradient is added up by one program in one order: the same bi
 from __future__ import annotations
 
 from gapless.kernels.attention.flash_forward import (
+    PER_BATCH,
     TAIL,
     capped,
     clear_rows,
@@ -22,7 +23,7 @@ from gapless.kernels.attention.flash_forward import (
 from gapless.kernels.runtime import jit, tl
 
 
-@jit
+@jit(do_not_specialize=PER_BATCH)
 def flash_delta(
     out_ptr, grad_ptr, lse, grad_lse, sinks, delta, grad_sinks, tokens, stride_ot, stride_oh, stride_gt, stride_gh,
     V: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
@@ -193,7 +194,7 @@ def _key_tile(
     store_rows(grad_v_rows, grad_v, key, key_count, v_columns, V, VP)
 
 
-@jit
+@jit(do_not_specialize=PER_BATCH)
 def flash_keys(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_k_ptr, grad_v_ptr, table, q_start, q_used, q_offset, k_start,
     k_used, k_offset, scale, scale2, softcap, window, tokens, k_tokens, heads, groups, together,
@@ -300,7 +301,7 @@ def _query_tile(
     store_rows(pointers, grad_q * scale, query, query_count, columns, D, DP)
 
 
-@jit
+@jit(do_not_specialize=PER_BATCH)
 def flash_queries(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_q_ptr, table, q_start, q_used, q_offset, k_start, k_used,
     k_offset, scale, scale2, softcap, window, tokens, heads, groups,

@@ -12,6 +12,9 @@ from gapless.kernels.runtime import jit, tanh, tl
 
 TAIL = _TAIL if tl is None else tl.constexpr(_TAIL)
 
+# What changes from batch to batch: tokens, and the addresses of tables, which are views of one buffer.
+PER_BATCH = ["table", "q_start", "q_used", "q_offset", "k_start", "k_used", "k_offset", "tokens", "k_tokens", "window"]
+
 # ---- shared by the kernels ----
 
 
@@ -204,7 +207,7 @@ def _forward_tile(
     tl.store(lse + token, top + tl.log2(total), mask=row < query_count)
 
 
-@jit
+@jit(do_not_specialize=PER_BATCH)
 def flash_forward(
     q_ptr, k_ptr, v_ptr, sinks, out_ptr, lse, table, q_start, q_used, q_offset, k_start, k_used, k_offset,
     scale2, softcap, window, tokens, groups, stride_qt, stride_qh, stride_kt, stride_kh,
