@@ -293,6 +293,12 @@ def test_an_override_can_give_what_the_file_lacks(tmp_path):
     assert load_config(path, ["--model.path", str(tmp_path / "m")]) == minimal(tmp_path)
 
 
+@pytest.mark.parametrize("tokens", [["--optim.optim", "adamw_bnb_8bit"], ["--optim.optim=adamw_bnb_8bit"]])
+def test_an_override_with_another_tools_value(tmp_path, capsys, tokens):
+    assert load_config(write(tmp_path, MINIMAL), tokens).optim.optim == "adamw_8bit"
+    assert capsys.readouterr().err == 'note: --optim.optim "adamw_bnb_8bit" is read as "adamw_8bit"\n'
+
+
 @pytest.mark.parametrize(
     ("tokens", "fragment"),
     [

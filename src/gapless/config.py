@@ -80,7 +80,7 @@ class OptimConfig:
     """AdamW, its schedule and the clip."""
 
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit: moments in 8 bits, 2 bytes for a parameter instead of 8; those of embeddings stay in float32."""
+    """adamw_8bit: moments in 8 bits, 2 bytes a parameter, not 8; embeddings, tensors under 4,096 values: float32."""
     learning_rate: float = 2e-4
     """Peak learning rate."""
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "cosine"

@@ -556,12 +556,15 @@ def _spelled_as_options(tokens: Sequence[str]) -> list[str]:
 
 
 def _option_of_value(home: str, value: str) -> list[str] | None:
-    """The option that gives a key a truth value or none; None for other values, which are spelt alike."""
+    """The option that gives a key a truth value, none or another tool's value; None for others, spelt alike."""
     hint = HINTS.get(home)
     arguments = typing.get_args(hint)
     section, _, key = home.partition(".")
     if hint is bool and value.lower() in _TRUTH:
         return [f"--{section}.{'' if _TRUTH[value.lower()] else 'no_'}{key}"]
+    if value in VALUES.get(home, {}):
+        print(f'note: --{home} "{value}" is read as "{VALUES[home][value]}"', file=sys.stderr)
+        return [f"--{home}", VALUES[home][value]]
     if value == "none" and type(None) in arguments and str not in arguments:
         return [f"--{home}", "None"]
     if value == "none" and typing.get_origin(hint) is tuple and typing.get_origin(arguments[0]) is Literal:

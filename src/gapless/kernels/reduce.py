@@ -1,4 +1,4 @@
-"""The last step of sums over tokens: what programs have added up on their own, added up in a fixed order."""
+"""Sums over tokens, last step: what programs have added up on their own, added up in a fixed order."""
 
 from __future__ import annotations
 
