@@ -2,10 +2,13 @@
 
 import contextlib
 import copy
+import gc
+import weakref
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gapless.adapters.lora import LoraLinear, adapter_views, apply_lora, unchanged
 from gapless.adapters.merge import merged_tensors
@@ -392,6 +395,8 @@ def test_copies_are_made_once_while_nobody_changes_the_adapters():
         with kernels():
             module(x)
         assert torch.equal(module._wide.a, changed)  # nothing was copied
+        with mock.patch.object(lora, "_is_captured", return_value=True):
+            assert_same(module, x)  # a graph's replays are of other steps
     assert_same(module, x)
     with unchanged(module):
         assert_same(module, x)
@@ -447,6 +452,34 @@ def test_copies_moves_and_loaded_weights():
     assert_close(assert_same(module, x), assert_same(copied, x))
     module.double().float()
     assert_close(assert_same(module, x), assert_same(copied, x))
+
+
+@pytest.mark.parametrize("move", [lambda module: module.to("meta"), lambda module: module.double()])
+def test_a_weight_that_moves_takes_its_buffer_along(move):
+    module = layer()
+    with kernels():
+        module(torch.randn(7, 40, device=DEVICE))
+    buffer = weakref.ref(module._wide.rows.untyped_storage())
+    move(module)
+    gc.collect()  # of what Triton's interpreter has kept
+    assert buffer() is None
+
+
+def test_a_state_dict_is_dense(tmp_path):
+    module, x = layer(), torch.randn(7, 40, device=DEVICE)
+    first = assert_same(module, x)
+    state = module.state_dict()
+    assert set(state) == {"base.weight", "lora_a", "lora_b.q_proj", "lora_b.v_proj"}
+    assert all(tensor.is_contiguous() for tensor in state.values())
+    assert state["base.weight"].untyped_storage().nbytes() == 64 * 40 * 4
+    assert state["lora_a"].data_ptr() == module.lora_a.data_ptr()
+    save_file(state, tmp_path / "state.safetensors")
+    assert module.state_dict(keep_vars=True)["base.weight"] is module.base.weight
+    for assign in (False, True):
+        other = layer()
+        torch.nn.init.zeros_(other.base.weight)
+        other.load_state_dict(load_file(tmp_path / "state.safetensors", device=DEVICE), assign=assign)
+        assert_close(assert_same(other, x), first)
 
 
 def test_a_change_between_forward_and_backward_is_refused():

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,6 +81,7 @@ class LoraLinear(Linear):
                 for part in self.adapted
             }
         )
+        self.register_state_dict_post_hook(_dense_weight)
 
     def forward(
         self,
@@ -151,6 +153,12 @@ class LoraLinear(Linear):
                 self._wide = WideWeight(base.weight.detach(), len(self.lora_a), self.adapted)
                 base.weight.data = self._wide.weight
         return self._wide
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LoraLinear:
+        super()._apply(fn, recurse)
+        if self._wide is not None and not self._wide.holds(next(self.base.parameters())):
+            self._wide = None  # the weight has moved
+        return self
 
     def trust(self) -> None:
         """Have the next forward make low-precision copies, and none after it, until `trusted` is False again."""
@@ -227,6 +235,14 @@ class LoraLinear(Linear):
     def base_layer(self) -> Linear:
         """See `Linear.base_layer`."""
         return self.base.base_layer()
+
+
+def _dense_weight(layer: LoraLinear, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Put a copy in place of a widened weight: who saves a strided view saves all of its buffer, or refuses it."""
+    name = f"{prefix}base.weight"
+    weight = state.get(name)
+    if layer._wide is not None and weight is not None and not isinstance(weight, nn.Parameter):
+        state[name] = weight.contiguous()
 
 
 def _name_seed(seed: int, name: str) -> int:

@@ -232,7 +232,7 @@ class WideWeight:
             trusted: nobody has changed them since the last call or `forget`, so that there is nothing to do. While a
                 CUDA graph is captured the copy is made all the same: replays are of other steps.
         """
-        if trusted and not self._stale and not (self.rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if trusted and not self._stale and not _is_captured(self.rows.device):
             return
         with torch.no_grad():
             self.a.copy_(a)
@@ -245,6 +245,10 @@ class WideWeight:
         if [_place(*source) for source in sources] != [_place(*source) for source in self._sources]:
             self.changes += 1
         self._sources = sources
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _place(tensor: torch.Tensor, version: int) -> tuple[Any, ...]:
