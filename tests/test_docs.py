@@ -54,6 +54,16 @@ def test_the_script_of_the_python_page_runs(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"models", "runs", "exported"}
 
 
+def test_the_script_of_the_kernels_page_runs():
+    blocks = (ROOT / "docs/kernels.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    names = {}
+    exec("\n".join(block.partition("```")[0] for block in blocks), names)
+    assert names["out"].shape == (1000, 8, 64)
+    assert names["a"].grad.shape == names["a"].shape
+    assert names["finite"]
+    assert names["note"] is None or names["device"] == "cuda"
+
+
 def test_the_python_page_names_all_there_is():
     page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
     methods = [name for name in vars(Callback) if name.startswith("on_")]
