@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gapless.config import OptimConfig
 from gapless.kernels.quantized_state import QuantizedMoment
+from gapless.kernels.runtime import forced
 from gapless.training.optim import AdamW, state_shapes
 
 ONE = torch.ones(())
@@ -127,6 +128,44 @@ def test_a_bad_step_changes_no_bit_and_neither_do_later_ones(dtype, pure, bad):
 
 def poison(views) -> None:
     (views[1].parameter.float().sum() * float("nan")).backward()
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_gradients_that_someone_has_replaced(path):
+    """Zeroed by a script before a step or within it, or set: what `grad` says is trained."""
+    results = []
+    for case in ("plain", "zeroed", "set"):
+        views = make_views()
+        optimizer = AdamW(views, OptimConfig())
+        if case == "plain":
+            expected = [view.parameter.detach().clone() for view in views]
+        else:
+            backward(views, 3.0)
+            for view in views:
+                view.parameter.grad = None if case == "zeroed" else torch.zeros_like(view.parameter)
+        backward(views, 1.0)
+        with forced(path):
+            norm = optimizer.squares().sqrt()
+            optimizer.step(ONE, torch.tensor(0.1), norm)
+            assert all(view.parameter.grad is optimizer.gradient(view.parameter) for view in views)
+            assert not any(view.parameter.grad.any() for view in views)
+            moved = [view.parameter.detach().clone() for view in views]
+            for view in views:
+                view.parameter.grad = None
+            optimizer.step(ONE, torch.tensor(0.0))
+        results.append([norm, *moved, *(tensor for _, tensor in state_of(optimizer).items())])
+        assert not any(torch.equal(one, other) for one, other in zip(moved, expected, strict=True))
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+def test_a_buffer_is_zero_where_the_gradient_was_dropped():
+    views = make_views()
+    optimizer = AdamW(views, OptimConfig(max_grad_norm=0.0))
+    backward(views, 3.0)
+    for view in views:
+        view.parameter.grad = None
+    assert optimizer.squares() == 0
 
 
 def test_bf16_gradients_add_up_in_float32():

@@ -239,6 +239,19 @@ def test_copies_of_adapters_are_renewed_once_a_step_and_an_evaluation(inputs, tm
     assert trust.call_count == (2 + 2) * layers  # steps and evaluations, whatever their micro-batches
 
 
+def test_a_callback_that_clears_gradients_changes_nothing(inputs, tmp_path):
+    class Clear(Callback):
+        def on_train_begin(self, trainer):
+            trainer.model.zero_grad()
+
+        def on_step_end(self, trainer, metrics):
+            trainer.model.zero_grad()
+
+    train(make_config(inputs, tmp_path / "plain", max_steps=3))
+    Trainer(make_config(inputs, tmp_path / "cleared", max_steps=3), callbacks=[Clear()]).train()
+    assert log_without_timing(tmp_path / "cleared") == log_without_timing(tmp_path / "plain")
+
+
 class Dataset:
     """What a Hugging Face dataset has of a sequence: rows by index, and their number."""
 

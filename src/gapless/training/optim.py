@@ -107,6 +107,7 @@ class AdamW:
         self._sharded = [param for group in self._groups for param in group.sharded()]
         self._own = [param for param in self._params if not hasattr(param, "placements")]
         self._pointers = [param.data_ptr() for param in self._own]
+        self._bound = [pair for pair in self.buffers() if pair[0].dtype == torch.float32]
         self._step_count = torch.zeros((), dtype=torch.float32, device=device)
         self._open = torch.ones((), dtype=torch.bool, device=device)
         self._gradients = {
@@ -142,8 +143,25 @@ class AdamW:
         return [found[key] for key in order if key in found]
 
     @torch.no_grad()
+    def bind_gradients(self) -> None:
+        """Have `grad` of float32 parameters be the buffers here again, where `zero_grad` or someone else changed it.
+
+        `squares` and `step` do so too. To be called before the backward where its gradients are reduced in the buffers.
+        A gradient that is None means zeros, and another tensor is what counts.
+        """
+        for param, buffer in self._bound:
+            if param.grad is None:
+                buffer.zero_()
+            elif param.grad is not buffer:
+                buffer.copy_(param.grad)
+            else:
+                continue
+            param.grad = buffer
+
+    @torch.no_grad()
     def squares(self, counts: Callable[[nn.Parameter], bool] = lambda _: True) -> Tensor:
         """The sum of the squares of the gradients of the parameters that `counts` holds for, 0-d float32."""
+        self.bind_gradients()
         if use_triton(self._step_count):
             chosen = tuple([counts(param) for param in self._params])
             if chosen not in self._counted:
@@ -173,6 +191,7 @@ class AdamW:
             The global gradient norm before the clip (0-d float32), and whether loss and norm are finite (0-d bool). If
             they are not, nothing is changed, now or in later steps.
         """
+        self.bind_gradients()
         if norm is None:
             norm = self.squares().sqrt()
         step = self._step_by_kernels if use_triton(self._step_count) else self._step_by_torch
