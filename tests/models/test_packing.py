@@ -1,5 +1,7 @@
 """A packed stream computes what its documents compute alone."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from tests.tiny import tiny_model
 from torch.nn import functional
 
 from gapless.batch import IGNORE, Document, build_batch, segments
+from gapless.kernels.runtime import forced
 
 LENGTHS = (5, 1, 70, 7)
 WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
@@ -142,3 +145,26 @@ def test_pipeline_stages_recombine():
     first.norm = first.head = second.embed = None
     tokens, where = torch.arange(9, dtype=torch.int32), segments([4, 5])
     assert torch.equal(second(first(tokens, where), where), whole(tokens, where))
+
+
+def test_a_decoder_that_is_cast_is_one_that_was_made_so():
+    """But for weights; the rotary frequencies stay float32."""
+    model = tiny_model("llama")
+    frequencies = model.rotary_frequencies.clone()
+    cast = copy.deepcopy(model).to(torch.bfloat16)
+    assert cast.dtype == torch.bfloat16
+    assert torch.equal(cast.rotary_frequencies, frequencies)
+    with forced("triton"):
+        assert cast.attention_tiles() == tiny_model("llama", dtype="bf16").attention_tiles()
+        assert cast.attention_tiles() != model.attention_tiles()
+    tokens = torch.arange(9, dtype=torch.int32)
+    assert cast(tokens, segments([9])).dtype == torch.bfloat16
+    back = cast.to("meta").to_empty(device="cpu").float()
+    assert back.dtype == torch.float32
+    assert torch.equal(back.rotary_frequencies, frequencies)
+
+
+def test_autocast_is_refused():
+    model = tiny_model("llama")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="leave torch.autocast out"):
+        model(torch.arange(9, dtype=torch.int32), segments([9]))

@@ -345,7 +345,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def _check_dtypes(wide: WideWeight, x: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         raise ValueError("lora_linear computes in the weight's dtype: leave torch.autocast out")
     for name, tensor in {"x": x, **others}.items():
         if tensor is not None and (tensor.dtype != wide.dtype or tensor.device != wide.rows.device):

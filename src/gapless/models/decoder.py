@@ -6,6 +6,8 @@ F ffn, V vocabulary, M rows that are trained.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -105,6 +107,16 @@ class Decoder(nn.Module):
         real_device = "cpu" if torch.device(device or "cpu").type == "meta" else device
         self.register_buffer("rotary_frequencies", frequencies.to(real_device), persistent=False)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Decoder:
+        frequencies = self.rotary_frequencies
+        super()._apply(fn, recurse)
+        # They go where the weights go, and stay float32 whatever those become, and real as when they were made.
+        device = self.rotary_frequencies.device
+        self.rotary_frequencies = frequencies if device.type == "meta" else frequencies.to(device)
+        # Not asked of a weight: FSDP2 may hold it in float32 and gather it in this.
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
+
     def forward(self, tokens: torch.Tensor, segments: Segments, cache: KeyValueCache | None = None) -> torch.Tensor:
         """Hidden states after the final norm.
 
@@ -115,7 +127,12 @@ class Decoder(nn.Module):
 
         Returns:
             [T, H] in the model's dtype.
+
+        Raises:
+            ValueError: torch.autocast is on.
         """
+        if not tokens.is_meta and torch.is_autocast_enabled(tokens.device.type):
+            raise ValueError(f"a decoder computes in its own dtype, {self.dtype}: leave torch.autocast out")
         rotary = rotary_table(segments.positions, self.rotary_frequencies, self.config.rotary.attention_factor)
         x = tokens if self.embed is None else self.embed(tokens)
         for layer in self.layers.values():
