@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gapless.kernels.reduce import add_partials
 from gapless.kernels.runtime import (
     SHARED_MEMORY,
     cdiv,
@@ -156,18 +157,6 @@ def _norm_backward(
         _row_gradients(places, first + some, rows, strides, C, PADDED)
 
 
-@jit
-def _add_partials(partial, out, programs, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add up float32 [programs, C] in a fixed order."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for begin in range(0, programs, ROWS):
-        row = begin + tl.arange(0, ROWS)[:, None]
-        total += tl.load(partial + row * C + column, mask=(row < programs) & (column < C), other=0.0)
-    total = tl.sum(total, axis=0, keep_dims=True)
-    tl.store(out + column, total.to(out.dtype.element_ty), mask=column < C)
-
-
 # ---- launchers ----
 
 
@@ -301,17 +290,7 @@ def _fast_backward(
         WEIGHT=wanted[1],
         **_settings(tiles, features),
     )
-    return out if wanted[0] else None, None if partial is None else _sum_partials(partial, weight)
-
-
-def _sum_partials(partial: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    programs, features = partial.shape
-    # A dense one, whatever the weight's stride.
-    out = partial.new_empty(features, dtype=weight.dtype)
-    rows, columns = 128, 32
-    settings = {"C": features, "ROWS": rows, "COLUMNS": columns, "num_warps": 8}
-    launch(_add_partials, (cdiv(features, columns),), out.device, partial, out, programs, **settings)
-    return out
+    return out if wanted[0] else None, None if partial is None else add_partials(partial, weight.dtype)
 
 
 # ---- autograd ----
