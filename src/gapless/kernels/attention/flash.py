@@ -232,11 +232,10 @@ def _has_kernels(head_dim: int, v_head_dim: int, dtype: torch.dtype) -> bool:
     return known and max(head_dim, v_head_dim) <= LARGEST_HEAD
 
 
-def _padded(q: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+def _padded(q: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
     """The head dims, and the powers of two that tiles have; matrix units take at least 16."""
     d, dv = q.shape[2], v.shape[2]
-    sizes = {"D": d, "V": dv, "DP": max(16, next_power_of_2(d)), "VP": max(16, next_power_of_2(dv))}
-    return {**sizes, "EXACT": q.dtype == torch.float32}
+    return {"D": d, "V": dv, "DP": max(16, next_power_of_2(d)), "VP": max(16, next_power_of_2(dv))}
 
 
 class _Flash(torch.autograd.Function):

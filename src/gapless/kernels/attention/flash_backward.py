@@ -51,10 +51,11 @@ def flash_delta(
 
 @jit
 def _weights(
-    scores, lse, query, key, query_count, key_count, shift, settings,
+    scores, lse, query, key, span, settings,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """The softmax's weights again, and the slope of the softcap; `query` counts from the first query."""
+    query_count, key_count, shift = span
     scale2, softcap, window = settings
     scores, bent = capped(scores, scale2, softcap, SOFTCAP)
     weights = tl.exp2(scores - lse)
@@ -66,35 +67,40 @@ def _weights(
 
 
 @jit
-def _key_step(
-    k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift, state, settings,
-    columns, v_columns,
-    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+def _key_range(
+    start, stop, resident, streams, span, state, settings,
+    D: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries for a tile of keys: transposed scores, so that weights are the left factor as they are."""
+    """Queries from start to stop for a tile of keys: transposed scores, so that weights are left factors as they are.
+
+    `state` is (gradient of keys, of values); STAGES of the loop, None for the kernel's.
+    """
+    k, v, key = resident
+    q_rows, grad_rows, lse, delta, stride_q, stride_g, columns, v_columns = streams
+    query_count, key_count, shift = span
     grad_k, grad_v = state
-    query = i + tl.arange(0, BM)
-    offset = tl.cast(i, tl.int64)
-    q = load_rows(q_rows + offset * stride_q, query, query_count, columns, D, DP, MASKED)
-    if MASKED:
-        # Queries beyond the document get weights of exp2(0 - inf) = 0.
-        total = tl.load(lse + query, mask=query < query_count, other=float("inf"))
-        centre = tl.load(delta + query, mask=query < query_count, other=0.0)
-    else:
-        total = tl.load(lse + query)
-        centre = tl.load(delta + query)
-    scores = product(k, tl.trans(q), None, EXACT)
-    weights, slope = _weights(
-        scores, total[None, :], query[None, :], key[:, None], query_count, key_count, shift, settings, MASKED, CAUSAL,
-        WINDOW, SOFTCAP,
-    )  # fmt: skip
-    grad = load_rows(grad_rows + offset * stride_g, query, query_count, v_columns, V, VP, MASKED)
-    grad_v = product(weights.to(grad.dtype), grad, grad_v, EXACT)
-    grad_scores = weights * (product(v, tl.trans(grad), None, EXACT) - centre[None, :])
-    if SOFTCAP:
-        grad_scores = grad_scores * slope
-    grad_k = product(grad_scores.to(q.dtype), q, grad_k, EXACT)
+    for i in tl.range(start, stop, BM, num_stages=STAGES):
+        query = i + tl.arange(0, BM)
+        offset = tl.cast(i, tl.int64)
+        q = load_rows(q_rows + offset * stride_q, query, query_count, columns, D, MASKED)
+        if MASKED:
+            # Queries beyond the document get weights of exp2(0 - inf) = 0.
+            total = tl.load(lse + query, mask=query < query_count, other=float("inf"))
+            centre = tl.load(delta + query, mask=query < query_count, other=0.0)
+        else:
+            total = tl.load(lse + query)
+            centre = tl.load(delta + query)
+        scores = product(k, tl.trans(q), None)
+        weights, slope = _weights(
+            scores, total[None, :], query[None, :], key[:, None], span, settings, MASKED, CAUSAL, WINDOW, SOFTCAP
+        )
+        grad = load_rows(grad_rows + offset * stride_g, query, query_count, v_columns, V, MASKED)
+        grad_v = product(weights.to(grad.dtype), grad, grad_v)
+        grad_scores = weights * (product(v, tl.trans(grad), None) - centre[None, :])
+        if SOFTCAP:
+            grad_scores = grad_scores * slope
+        grad_k = product(grad_scores.to(q.dtype), q, grad_k)
     return grad_k, grad_v
 
 
@@ -121,46 +127,34 @@ def _query_ranges(
 
 @jit
 def _key_loops(
-    k, v, q_rows, grad_rows, lse, delta, ranges, stride_q, stride_g, query_count, key, key_count, shift, state,
-    settings, columns, v_columns,
-    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+    ranges, resident, streams, span, state, settings,
+    D: tl.constexpr, V: tl.constexpr, BM: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """All queries of one head."""
     low, full, ragged, high = ranges
-    grad_k, grad_v = state
     if CAUSAL:
-        for i in tl.range(low, full, BM):
-            grad_k, grad_v = _key_step(
-                k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
-                (grad_k, grad_v), settings, columns, v_columns,
-                D, V, DP, VP, BM, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
-            )  # fmt: skip
+        state = _key_range(
+            low, full, resident, streams, span, state, settings, D, V, BM, True, CAUSAL, WINDOW, SOFTCAP, None
+        )
     # No masks here: masked loads cost a third of the speed at head dim 64 on an H200 (428 and 301 TFLOP/s).
-    for i in tl.range(full, ragged, BM):
-        grad_k, grad_v = _key_step(
-            k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
-            (grad_k, grad_v), settings, columns, v_columns,
-            D, V, DP, VP, BM, False, CAUSAL, WINDOW, SOFTCAP, EXACT,
-        )  # fmt: skip
-    for i in tl.range(ragged, high, BM, num_stages=1):
-        grad_k, grad_v = _key_step(
-            k, v, q_rows, grad_rows, lse, delta, i, stride_q, stride_g, query_count, key, key_count, shift,
-            (grad_k, grad_v), settings, columns, v_columns,
-            D, V, DP, VP, BM, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
-        )  # fmt: skip
-    return grad_k, grad_v
+    state = _key_range(
+        full, ragged, resident, streams, span, state, settings, D, V, BM, False, CAUSAL, WINDOW, SOFTCAP, None
+    )
+    return _key_range(
+        ragged, high, resident, streams, span, state, settings, D, V, BM, True, CAUSAL, WINDOW, SOFTCAP, 1
+    )
 
 
 @jit
 def _key_tile(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_k_ptr, grad_v_ptr, begin, place, scale, settings, strides,
-    heads_apart, together,
-    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    EXACT: tl.constexpr,
+    pointers, results, begin, place, scale, settings, strides, heads_apart, together,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the keys and values `begin` and after, from `together` query heads; pointers are of the first."""
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta = pointers
+    grad_k_ptr, grad_v_ptr = results
     next_q, next_grad, next_lse = heads_apart
     queries, query_count, keys, key_count, shift = place
     _, _, window = settings
@@ -168,8 +162,8 @@ def _key_tile(
     columns, v_columns = tl.arange(0, DP), tl.arange(0, VP)
     key = begin - keys + tl.arange(0, BN)
     token = (keys + key).to(tl.int64)
-    k = load_rows(k_ptr + token[:, None] * stride_kt + columns[None, :], key, key_count, columns, D, DP, True)
-    v = load_rows(v_ptr + token[:, None] * stride_vt + v_columns[None, :], key, key_count, v_columns, V, VP, True)
+    k = load_rows(k_ptr + token[:, None] * stride_kt + columns[None, :], key, key_count, columns, D, True)
+    v = load_rows(v_ptr + token[:, None] * stride_vt + v_columns[None, :], key, key_count, v_columns, V, True)
     first = begin - keys
     last = tl.minimum(first + BN, key_count) - 1
     ranges = _query_ranges(first, last, query_count, shift, window, BM, CAUSAL, WINDOW)
@@ -179,10 +173,10 @@ def _key_tile(
     grad_k = tl.zeros([BN, DP], tl.float32)
     grad_v = tl.zeros([BN, VP], tl.float32)
     for _ in tl.range(0, together, disable_licm=True):
+        streams = (q_rows, grad_rows, lse + queries, delta + queries, stride_qt, stride_gt, columns, v_columns)
         grad_k, grad_v = _key_loops(
-            k, v, q_rows, grad_rows, lse + queries, delta + queries, ranges, stride_qt, stride_gt, query_count, key,
-            key_count, shift, (grad_k, grad_v), settings, columns, v_columns,
-            D, V, DP, VP, BM, CAUSAL, WINDOW, SOFTCAP, EXACT,
+            ranges, (k, v, key), streams, (query_count, key_count, shift), (grad_k, grad_v), settings,
+            D, V, BM, CAUSAL, WINDOW, SOFTCAP,
         )  # fmt: skip
         q_rows += next_q
         grad_rows += next_grad
@@ -190,8 +184,8 @@ def _key_tile(
         delta += next_lse
     grad_k_rows = grad_k_ptr + token[:, None] * stride_gk + columns[None, :]
     grad_v_rows = grad_v_ptr + token[:, None] * stride_gv + v_columns[None, :]
-    store_rows(grad_k_rows, grad_k * scale, key, key_count, columns, D, DP)
-    store_rows(grad_v_rows, grad_v, key, key_count, v_columns, V, VP)
+    store_rows(grad_k_rows, grad_k * scale, key, key_count, columns, D)
+    store_rows(grad_v_rows, grad_v, key, key_count, v_columns, V)
 
 
 @jit(do_not_specialize=PER_BATCH)
@@ -200,7 +194,7 @@ def flash_keys(
     k_used, k_offset, scale, scale2, softcap, window, tokens, k_tokens, heads, groups, together,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+    BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and values from some query heads, [k tokens, heads, D or V]; clears as the forward.
 
@@ -222,9 +216,9 @@ def flash_keys(
     if document >= 0:
         place = places(document, q_start, q_used, q_offset, k_start, k_used, k_offset)
         _key_tile(
-            q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_k_ptr, grad_v_ptr, begin, place, scale,
+            (q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta), (grad_k_ptr, grad_v_ptr), begin, place, scale,
             (scale2, softcap, window), (stride_qt, stride_kt, stride_vt, stride_gt, heads * D, heads * V),
-            (stride_qh, stride_gh, tokens), together, D, V, DP, VP, BM, BN, CAUSAL, WINDOW, SOFTCAP, EXACT,
+            (stride_qh, stride_gh, tokens), together, D, V, DP, VP, BM, BN, CAUSAL, WINDOW, SOFTCAP,
         )  # fmt: skip
     elif document == TAIL:
         clear_rows(grad_k_ptr, begin, heads * D, k_tokens, D, DP, BN)
@@ -232,35 +226,39 @@ def flash_keys(
 
 
 @jit
-def _query_step(
-    q, grad, total, centre, k_rows, v_rows, j, stride_k, stride_v, query, query_count, key_count, shift, grad_q,
-    settings, columns, v_columns,
-    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+def _query_range(
+    start, stop, resident, streams, span, grad_q, settings,
+    D: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys for a tile of queries."""
-    key = j + tl.arange(0, BN)
-    offset = tl.cast(j, tl.int64)
-    k = load_rows(k_rows + offset * stride_k, key, key_count, columns, D, DP, MASKED)
-    v = load_rows(v_rows + offset * stride_v, key, key_count, v_columns, V, VP, MASKED)
-    scores = product(q, tl.trans(k), None, EXACT)
-    weights, slope = _weights(
-        scores, total[:, None], query[:, None], key[None, :], query_count, key_count, shift, settings, MASKED, CAUSAL,
-        WINDOW, SOFTCAP,
-    )  # fmt: skip
-    grad_scores = weights * (product(grad, tl.trans(v), None, EXACT) - centre[:, None])
-    if SOFTCAP:
-        grad_scores = grad_scores * slope
-    return product(grad_scores.to(k.dtype), k, grad_q, EXACT)
+    """Keys from start to stop for a tile of queries."""
+    q, grad, total, centre, query = resident
+    k_rows, v_rows, stride_k, stride_v, columns, v_columns = streams
+    _, key_count, _ = span
+    for j in tl.range(start, stop, BN):
+        key = j + tl.arange(0, BN)
+        offset = tl.cast(j, tl.int64)
+        k = load_rows(k_rows + offset * stride_k, key, key_count, columns, D, MASKED)
+        v = load_rows(v_rows + offset * stride_v, key, key_count, v_columns, V, MASKED)
+        scores = product(q, tl.trans(k), None)
+        weights, slope = _weights(
+            scores, total[:, None], query[:, None], key[None, :], span, settings, MASKED, CAUSAL, WINDOW, SOFTCAP
+        )
+        grad_scores = weights * (product(grad, tl.trans(v), None) - centre[:, None])
+        if SOFTCAP:
+            grad_scores = grad_scores * slope
+        grad_q = product(grad_scores.to(k.dtype), k, grad_q)
+    return grad_q
 
 
 @jit
 def _query_tile(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_q_ptr, begin, place, scale, settings, strides,
+    pointers, grad_q_ptr, begin, place, scale, settings, strides,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the queries `begin` and after; pointers are those of the heads."""
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta = pointers
     queries, query_count, keys, key_count, shift = place
     _, _, window = settings
     stride_qt, stride_kt, stride_vt, stride_gt, stride_gq = strides
@@ -270,8 +268,8 @@ def _query_tile(
     here = query < query_count
     q_rows = q_ptr + token[:, None] * stride_qt + columns[None, :]
     grad_rows = grad_ptr + token[:, None] * stride_gt + v_columns[None, :]
-    q = load_rows(q_rows, query, query_count, columns, D, DP, True)
-    grad = load_rows(grad_rows, query, query_count, v_columns, V, VP, True)
+    q = load_rows(q_rows, query, query_count, columns, D, True)
+    grad = load_rows(grad_rows, query, query_count, v_columns, V, True)
     total = tl.load(lse + token, mask=here, other=0.0)
     centre = tl.load(delta + token, mask=here, other=0.0)
     key_row = keys.to(tl.int64) + tl.arange(0, BN)
@@ -280,25 +278,22 @@ def _query_tile(
     first = begin - queries + shift
     last = tl.minimum(begin - queries + BM, query_count) - 1 + shift
     low, full, ragged, high = key_ranges(first, last, key_count, window, BN, CAUSAL, WINDOW)
+    resident = (q, grad, total, centre, query)
+    streams = (k_rows, v_rows, stride_kt, stride_vt, columns, v_columns)
+    span = (query_count, key_count, shift)
     grad_q = tl.zeros([BM, DP], tl.float32)
     if WINDOW:
-        for j in tl.range(low, full, BN):
-            grad_q = _query_step(
-                q, grad, total, centre, k_rows, v_rows, j, stride_kt, stride_vt, query, query_count, key_count, shift,
-                grad_q, settings, columns, v_columns, D, V, DP, VP, BN, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
-            )  # fmt: skip
-    for j in tl.range(full, ragged, BN):
-        grad_q = _query_step(
-            q, grad, total, centre, k_rows, v_rows, j, stride_kt, stride_vt, query, query_count, key_count, shift,
-            grad_q, settings, columns, v_columns, D, V, DP, VP, BN, False, CAUSAL, WINDOW, SOFTCAP, EXACT,
-        )  # fmt: skip
-    for j in tl.range(ragged, high, BN):
-        grad_q = _query_step(
-            q, grad, total, centre, k_rows, v_rows, j, stride_kt, stride_vt, query, query_count, key_count, shift,
-            grad_q, settings, columns, v_columns, D, V, DP, VP, BN, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
-        )  # fmt: skip
-    pointers = grad_q_ptr + token[:, None] * stride_gq + columns[None, :]
-    store_rows(pointers, grad_q * scale, query, query_count, columns, D, DP)
+        grad_q = _query_range(
+            low, full, resident, streams, span, grad_q, settings, D, V, BN, True, CAUSAL, WINDOW, SOFTCAP
+        )
+    grad_q = _query_range(
+        full, ragged, resident, streams, span, grad_q, settings, D, V, BN, False, CAUSAL, WINDOW, SOFTCAP
+    )
+    grad_q = _query_range(
+        ragged, high, resident, streams, span, grad_q, settings, D, V, BN, True, CAUSAL, WINDOW, SOFTCAP
+    )
+    rows = grad_q_ptr + token[:, None] * stride_gq + columns[None, :]
+    store_rows(rows, grad_q * scale, query, query_count, columns, D)
 
 
 @jit(do_not_specialize=PER_BATCH)
@@ -307,7 +302,7 @@ def flash_queries(
     k_offset, scale, scale2, softcap, window, tokens, heads, groups,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a tile of queries of a head; clears as the forward does."""
     row, head = work()
@@ -323,9 +318,9 @@ def flash_queries(
     if document >= 0:
         place = places(document, q_start, q_used, q_offset, k_start, k_used, k_offset)
         _query_tile(
-            q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta, grad_q_ptr, begin, place, scale,
+            (q_ptr, k_ptr, v_ptr, grad_ptr, lse, delta), grad_q_ptr, begin, place, scale,
             (scale2, softcap, window), (stride_qt, stride_kt, stride_vt, stride_gt, heads * D),
-            D, V, DP, VP, BM, BN, CAUSAL, WINDOW, SOFTCAP, EXACT,
+            D, V, DP, VP, BM, BN, CAUSAL, WINDOW, SOFTCAP,
         )  # fmt: skip
     elif document == TAIL:
         clear_rows(grad_q_ptr, begin, heads * D, tokens, D, DP, BM)

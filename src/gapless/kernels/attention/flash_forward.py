@@ -45,18 +45,18 @@ def clear_rows(pointer, first, stride, tokens, C: tl.constexpr, CP: tl.constexpr
     token = first.to(tl.int64) + tl.arange(0, B)
     columns = tl.arange(0, CP)
     zeros = tl.zeros([B, CP], tl.float32)
-    store_rows(pointer + token[:, None] * stride + columns[None, :], zeros, token, tokens, columns, C, CP)
+    store_rows(pointer + token[:, None] * stride + columns[None, :], zeros, token, tokens, columns, C)
 
 
 @jit
-def load_rows(pointers, rows, count, columns, C: tl.constexpr, CP: tl.constexpr, RAGGED: tl.constexpr):
-    """Load a [rows, CP] tile, zeros beyond `count` rows (if RAGGED) and C columns; no masks where none can cut."""
+def load_rows(pointers, rows, count, columns, C: tl.constexpr, RAGGED: tl.constexpr):
+    """Load a [rows, columns] tile, zeros beyond `count` rows (if RAGGED) and C columns; no masks where none can cut."""
     if RAGGED:
-        if C == CP:
+        if columns.shape[0] == C:
             x = tl.load(pointers, mask=(rows < count)[:, None], other=0.0)
         else:
             x = tl.load(pointers, mask=(rows < count)[:, None] & (columns < C)[None, :], other=0.0)
-    elif C == CP:
+    elif columns.shape[0] == C:
         x = tl.load(pointers)
     else:
         x = tl.load(pointers, mask=(columns < C)[None, :], other=0.0)
@@ -64,18 +64,18 @@ def load_rows(pointers, rows, count, columns, C: tl.constexpr, CP: tl.constexpr,
 
 
 @jit
-def store_rows(pointers, x, rows, count, columns, C: tl.constexpr, CP: tl.constexpr):
-    """Store a [rows, CP] tile up to `count` rows and C columns."""
+def store_rows(pointers, x, rows, count, columns, C: tl.constexpr):
+    """Store a [rows, columns] tile up to `count` rows and C columns."""
     mask = (rows < count)[:, None]
-    if C != CP:
+    if columns.shape[0] != C:
         mask = mask & (columns < C)[None, :]
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
 
 
 @jit
-def product(a, b, accumulator, EXACT: tl.constexpr):
+def product(a, b, accumulator):
     """Compute accumulator + a b; float32 operands are not rounded to tf32."""
-    return tl.dot(a, b, accumulator, input_precision="ieee" if EXACT else "tf32")
+    return tl.dot(a, b, accumulator, input_precision="ieee" if a.dtype == tl.float32 else "tf32")
 
 
 @jit
@@ -105,35 +105,38 @@ def visible(query, key, key_count, window, CAUSAL: tl.constexpr, WINDOW: tl.cons
 
 
 @jit
-def _forward_step(
-    q, k_rows, v_rows, j, stride_k, stride_v, query, key_count, state, settings, columns, v_columns,
-    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+def _forward_range(
+    start, stop, q, query, key_count, streams, state, settings,
+    D: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: the state is (output, row maxima, row sums)."""
+    """Keys from start to stop, tile by tile: the state is (output, row maxima, row sums)."""
+    k_rows, v_rows, stride_k, stride_v, columns, v_columns = streams
     accumulator, top, total = state
     scale2, softcap, window = settings
-    key = j + tl.arange(0, BN)
-    offset = tl.cast(j, tl.int64)
-    k = load_rows(k_rows + offset * stride_k, key, key_count, columns, D, DP, MASKED)
-    scores = product(q, tl.trans(k), None, EXACT)
-    if SOFTCAP:
-        scores, _ = capped(scores, scale2, softcap, SOFTCAP)
-        factor = 1.0
-    else:
-        factor = scale2
-    if MASKED:
-        seen = visible(query[:, None], key[None, :], key_count, window, CAUSAL, WINDOW)
-        scores = tl.where(seen, scores, -float("inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    # A row that has seen no key yet keeps -inf, and subtracts 0 instead, which gives weights of 0.
-    base = tl.where(new_top == -float("inf"), 0.0, new_top) if MASKED else new_top
-    weights = tl.exp2(scores * factor - base[:, None])
-    shrink = tl.exp2(top - base)
-    total = total * shrink + tl.sum(weights, 1)
-    v = load_rows(v_rows + offset * stride_v, key, key_count, v_columns, V, VP, MASKED)
-    accumulator = product(weights.to(v.dtype), v, accumulator * shrink[:, None], EXACT)
-    return accumulator, new_top, total
+    for j in tl.range(start, stop, BN):
+        key = j + tl.arange(0, BN)
+        offset = tl.cast(j, tl.int64)
+        k = load_rows(k_rows + offset * stride_k, key, key_count, columns, D, MASKED)
+        scores = product(q, tl.trans(k), None)
+        if SOFTCAP:
+            scores, _ = capped(scores, scale2, softcap, SOFTCAP)
+            factor = 1.0
+        else:
+            factor = scale2
+        if MASKED:
+            seen = visible(query[:, None], key[None, :], key_count, window, CAUSAL, WINDOW)
+            scores = tl.where(seen, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+        # A row that has seen no key yet keeps -inf, and subtracts 0 instead, which gives weights of 0.
+        base = tl.where(new_top == -float("inf"), 0.0, new_top) if MASKED else new_top
+        weights = tl.exp2(scores * factor - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        v = load_rows(v_rows + offset * stride_v, key, key_count, v_columns, V, MASKED)
+        accumulator = product(weights.to(v.dtype), v, accumulator * shrink[:, None])
+        top = new_top
+    return accumulator, top, total
 
 
 @jit
@@ -155,44 +158,38 @@ def key_ranges(first, last, key_count, window, BN: tl.constexpr, CAUSAL: tl.cons
 
 @jit
 def _forward_tile(
-    q_ptr, k_ptr, v_ptr, sinks, out_ptr, lse, begin, place, settings, strides,
+    pointers, sinks, lse, begin, place, settings, strides,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EXACT: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend from the queries `begin` and after; pointers are those of the heads."""
+    q_ptr, k_ptr, v_ptr, out_ptr = pointers
     queries, query_count, keys, key_count, shift = place
     _, _, window = settings
     stride_qt, stride_kt, stride_vt, stride_ot = strides
     columns, v_columns = tl.arange(0, DP), tl.arange(0, VP)
     row = begin - queries + tl.arange(0, BM)
     token = (queries + row).to(tl.int64)
-    q = load_rows(q_ptr + token[:, None] * stride_qt + columns[None, :], row, query_count, columns, D, DP, True)
+    q = load_rows(q_ptr + token[:, None] * stride_qt + columns[None, :], row, query_count, columns, D, True)
     key_row = keys.to(tl.int64) + tl.arange(0, BN)
     k_rows = k_ptr + key_row[:, None] * stride_kt + columns[None, :]
     v_rows = v_ptr + key_row[:, None] * stride_vt + v_columns[None, :]
+    streams = (k_rows, v_rows, stride_kt, stride_vt, columns, v_columns)
     first = begin - queries + shift
     last = tl.minimum(begin - queries + BM, query_count) - 1 + shift
     low, full, ragged, high = key_ranges(first, last, key_count, window, BN, CAUSAL, WINDOW)
     query = row + shift
-    accumulator = tl.zeros([BM, VP], tl.float32)
-    top = tl.zeros([BM], tl.float32) - float("inf")
-    total = tl.zeros([BM], tl.float32)
+    state = (tl.zeros([BM, VP], tl.float32), tl.zeros([BM], tl.float32) - float("inf"), tl.zeros([BM], tl.float32))
     if WINDOW:
-        for j in tl.range(low, full, BN):
-            accumulator, top, total = _forward_step(
-                q, k_rows, v_rows, j, stride_kt, stride_vt, query, key_count, (accumulator, top, total), settings,
-                columns, v_columns, D, V, DP, VP, BN, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
-            )  # fmt: skip
-    for j in tl.range(full, ragged, BN):
-        accumulator, top, total = _forward_step(
-            q, k_rows, v_rows, j, stride_kt, stride_vt, query, key_count, (accumulator, top, total), settings,
-            columns, v_columns, D, V, DP, VP, BN, False, CAUSAL, WINDOW, SOFTCAP, EXACT,
-        )  # fmt: skip
-    for j in tl.range(ragged, high, BN):
-        accumulator, top, total = _forward_step(
-            q, k_rows, v_rows, j, stride_kt, stride_vt, query, key_count, (accumulator, top, total), settings,
-            columns, v_columns, D, V, DP, VP, BN, True, CAUSAL, WINDOW, SOFTCAP, EXACT,
-        )  # fmt: skip
+        state = _forward_range(
+            low, full, q, query, key_count, streams, state, settings, D, V, BN, True, CAUSAL, WINDOW, SOFTCAP
+        )
+    state = _forward_range(
+        full, ragged, q, query, key_count, streams, state, settings, D, V, BN, False, CAUSAL, WINDOW, SOFTCAP
+    )
+    accumulator, top, total = _forward_range(
+        ragged, high, q, query, key_count, streams, state, settings, D, V, BN, True, CAUSAL, WINDOW, SOFTCAP
+    )
     if SINKS:
         sink = tl.load(sinks).to(tl.float32) * 1.44269504
         new_top = tl.maximum(top, sink)
@@ -201,8 +198,8 @@ def _forward_tile(
         accumulator = accumulator * shrink[:, None]
         top = new_top
     accumulator = accumulator * tl.where(total > 0, 1 / total, 0.0)[:, None]
-    pointers = out_ptr + token[:, None] * stride_ot + v_columns[None, :]
-    store_rows(pointers, accumulator, row, query_count, v_columns, V, VP)
+    rows = out_ptr + token[:, None] * stride_ot + v_columns[None, :]
+    store_rows(rows, accumulator, row, query_count, v_columns, V)
     # log2(0) is -inf: a row that sees nothing.
     tl.store(lse + token, top + tl.log2(total), mask=row < query_count)
 
@@ -213,7 +210,7 @@ def flash_forward(
     scale2, softcap, window, tokens, groups, stride_qt, stride_qh, stride_kt, stride_kh,
     stride_vt, stride_vh, stride_ot, stride_oh,
     D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EXACT: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """A tile of the forward table for one head; tiles of the tail are cleared."""
     row, head = work()
@@ -227,9 +224,9 @@ def flash_forward(
     if document >= 0:
         place = places(document, q_start, q_used, q_offset, k_start, k_used, k_offset)
         _forward_tile(
-            q_ptr, k_ptr, v_ptr, sinks + head, out_ptr, lse, begin, place, (scale2, softcap, window),
+            (q_ptr, k_ptr, v_ptr, out_ptr), sinks + head, lse, begin, place, (scale2, softcap, window),
             (stride_qt, stride_kt, stride_vt, stride_ot),
-            D, V, DP, VP, BM, BN, CAUSAL, WINDOW, SOFTCAP, SINKS, EXACT,
+            D, V, DP, VP, BM, BN, CAUSAL, WINDOW, SOFTCAP, SINKS,
         )  # fmt: skip
     elif document == TAIL:
         clear_rows(out_ptr, begin, stride_ot, tokens, V, VP, BM)
