@@ -3,7 +3,12 @@
 import contextlib
 import copy
 import gc
+import json
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,7 +25,7 @@ from gapless.kernels.lora import InputDropout, WideWeight, lora_linear
 from gapless.models.decoder import Decoder
 from gapless.models.families import decoder_config
 from gapless.models.linear import DenseLinear, Part
-from kernels.tools import DEVICE, assert_accurate, guarded, kernels, reference, run
+from kernels.tools import DEVICE, INTERPRETED, assert_accurate, guarded, kernels, reference, run
 
 QKV = ((2, 4, 8), (Part("q_proj", 1, 0, 2), Part("k_proj", 1, 2, 1), Part("v_proj", 1, 3, 1)))
 SOME = (QKV[0], (QKV[1][0], QKV[1][2]))
@@ -302,6 +307,16 @@ def test_no_tokens():
     assert y.shape == (0, 64)
     assert x.grad.shape == (0, 40)
     assert not a.grad.any()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compiles for a GPU that is not there")
+def test_layers_and_batches_share_kernels():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, Path(__file__).parent / "specializations.py", "lora"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    # With dropout and, in the backward's products with B, without.
+    assert json.loads(run.stdout) == {"_project_kernel": 2, "_spread_kernel": 1, "_outer_kernel": 2}
 
 
 # ---- the module ----

@@ -17,6 +17,9 @@ from gapless.kernels.runtime import cdiv, family, jit, launch, multiprocessors, 
 
 # ---- Triton ----
 
+_CHANGING = ("tokens", "place", "first_group")
+"""Integers that differ between batches and layers and stand in no address: kernels are not compiled again for them."""
+
 
 @jit
 def _channels(start, skipped, channels, CHANNELS: tl.constexpr, LIMIT: tl.constexpr):
@@ -57,7 +60,7 @@ def _store_inner(out_ptr, copy_ptr, inner, token, inside, block, rank, out_strid
             tl.store(out + c[None, :], tl.zeros_like(inner), mask=inside[:, None] & (c < out_columns)[None, :])
 
 
-@jit
+@jit(do_not_specialize=_CHANGING)
 def _project_kernel(
     x_ptr,
     w_ptr,
@@ -109,7 +112,7 @@ def _project_kernel(
         tl.store(out_ptr + line + r[None, :], inner, mask=inside[:, None])
 
 
-@jit
+@jit(do_not_specialize=_CHANGING)
 def _add_splits_kernel(
     partial_ptr,
     out_ptr,
@@ -136,7 +139,7 @@ def _add_splits_kernel(
     _store_inner(out_ptr, copy_ptr, inner * scale, token, inside, block, rank, out_stride, out_columns)
 
 
-@jit
+@jit(do_not_specialize=_CHANGING)
 def _spread_kernel(
     inner_ptr,
     w_ptr,
@@ -184,7 +187,7 @@ def _spread_kernel(
     tl.store(out_ptr + line * channels + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@jit
+@jit(do_not_specialize=_CHANGING)
 def _outer_kernel(
     inner_ptr,
     x_ptr,
