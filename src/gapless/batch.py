@@ -148,6 +148,8 @@ class Segments:
     """int32 [T]: position of each token in its document, offset included; 0 in the tail."""
     tiles: Mapping[TileSpec, TileTables] = field(default_factory=lambda: MappingProxyType({}))
     dropout: DropoutCounters | None = None
+    finite_gaps: bool = False
+    """Whether what lies between documents is known to be finite, so that a weight of 0 makes 0 of it (host)."""
 
     @cached_property
     def has_gaps(self) -> bool:

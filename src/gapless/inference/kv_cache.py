@@ -8,6 +8,7 @@ leaves gives its span to the last one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -107,12 +108,14 @@ class KVCache:
             self.lengths[span] += count
         starts = [span * self.capacity for span in spans]
         queries = segments(counts, offsets=offsets, tiles=self._tiles, device=self.device)
-        self._segments = segments(
+        keys = segments(
             [self.lengths[span] for span in spans],
             starts=starts,
             tokens=self.sequences * self.capacity,
             device=self.device,
         )
+        # Zeros, or what sequences that have left had there.
+        self._segments = replace(keys, finite_gaps=True)
         shift = torch.tensor(starts, device=self.device).repeat_interleave(torch.tensor(counts, device=self.device))
         self._slots = queries.positions + shift
         return queries
