@@ -92,8 +92,8 @@ def _norm_forward(
 
 
 @jit
-def _row_gradients(places, row, rows, strides, C: tl.constexpr, PADDED: tl.constexpr):
-    """Store the gradient of some rows of x; returns their part in that of the weight, [ROWS, PADDED]."""
+def _row_gradients(places, row, rows, strides, total, C: tl.constexpr, PADDED: tl.constexpr, WEIGHT: tl.constexpr):
+    """Store the gradient of some rows of x; with WEIGHT returns `total` [ROWS, PADDED] with their part in its own."""
     grad, x, weight, rstd, out = places
     grad_inner, grad_outer_stride, grad_inner_stride, x_inner, x_outer_stride, x_inner_stride = strides
     column = tl.arange(0, PADDED)[None, :]
@@ -108,13 +108,14 @@ def _row_gradients(places, row, rows, strides, C: tl.constexpr, PADDED: tl.const
     scale = tl.load(weight + column, mask=inside, other=0.0)
     normed = values.to(tl.float32) * factor
     slope = slope.to(tl.float32)
-    part = slope * normed
+    if WEIGHT:
+        total += slope * normed
     # d(x rstd)/dx is rstd (I - n n^T / C) with n = x rstd.
     slope *= scale.to(tl.float32)
     inner = tl.sum(slope * normed, axis=1, keep_dims=True) / C
     slope = (slope - normed * inner) * factor
     tl.store(out + row.to(tl.int64) * C + column, slope.to(out.dtype.element_ty), mask=mask)
-    return part
+    return total
 
 
 @jit
@@ -149,12 +150,12 @@ def _norm_backward(
     if WEIGHT:
         total = tl.zeros((ROWS, PADDED), tl.float32)
         for start in tl.range(first, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-            total += _row_gradients(places, start + some, rows, strides, C, PADDED)
+            total = _row_gradients(places, start + some, rows, strides, total, C, PADDED, True)
         column = tl.arange(0, PADDED)[None, :]
         part = tl.sum(total, axis=0, keep_dims=True)
         tl.store(partial + tl.program_id(0) * C + column, part, mask=column < C)
     else:
-        _row_gradients(places, first + some, rows, strides, C, PADDED)
+        _row_gradients(places, first + some, rows, strides, 0.0, C, PADDED, False)
 
 
 # ---- launchers ----
