@@ -264,7 +264,7 @@ def _tiles(kind: str, device: torch.device, tokens: int, channels: int, element_
     A sum is cut into pieces where there are too few programs for a multiprocessor's share of the reads to be in flight.
     """
     roomy = family(device) in (80, 90, 100)
-    programs = 2 * multiprocessors(device)
+    programs, warps = 2 * multiprocessors(device), 4
     if element_size > 2:
         tile, stages = (32, 64) if kind == "spread" else (32, 32), 2
     elif kind == "project" and channels > 16384:
@@ -275,6 +275,7 @@ def _tiles(kind: str, device: torch.device, tokens: int, channels: int, element_
         # 32 tokens take 25.8.
         tile, stages = ((64, 128), 4) if roomy else ((32, 128), 3)
         programs //= 2 if roomy else 1
+        warps = 8 if family(device) == 100 else 4  # four would spill there
     elif kind == "outer":
         tile, stages = (64, 64 if cdiv(channels, 64) > programs else 128), 4
     else:
@@ -284,7 +285,7 @@ def _tiles(kind: str, device: torch.device, tokens: int, channels: int, element_
     else:
         splits = min(programs // cdiv(channels, tile[1]), tokens // 256, 32) if kind == "outer" else 1
     # A power of two, so that prompts of all lengths share few kernels.
-    return _Tiles(*tile, 1 << max(splits, 1).bit_length() - 1, 4, stages)
+    return _Tiles(*tile, 1 << max(splits, 1).bit_length() - 1, warps, stages)
 
 
 def _rank_tile(rank: int) -> int:
