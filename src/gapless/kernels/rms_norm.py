@@ -21,7 +21,9 @@ from gapless.kernels.runtime import (
 )
 
 WIDEST = 32768
-"""Features that a row may have on a GPU: it is held in the registers of one program."""
+"""Features that a row may have on a GPU: in the backward it is held in the registers of one program."""
+_HELD = 8192
+"""Features, padded, of the widest rows that a forward holds in registers."""
 
 # ---- reference ----
 
@@ -76,19 +78,51 @@ def _norm_forward(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A loop over steps, even of one, would take 5 % more at 14,336 features on an H200; hints give 2 % at 4,096."""
+    """Rows that registers hold. A loop over steps, even of one, would take 2 % more at 4,096 features on an H200."""
     column = tl.arange(0, PADDED)[None, :]
     inside = column < C
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     mask = (row < rows) & inside
     begin = _begin_of(row, x_inner, x_outer_stride, x_inner_stride)
-    values = tl.load(x + begin + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    values = tl.load(x + begin + column, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     # Columns beyond C and rows beyond the last are zeros: they add nothing, and are not stored.
     factor = tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / C + eps)
     normed = (values * factor * scale).to(out.dtype.element_ty)
-    tl.store(out + row.to(tl.int64) * out_stride + column, normed, mask=mask, eviction_policy="evict_first")
+    tl.store(out + row.to(tl.int64) * out_stride + column, normed, mask=mask)
     tl.store(rstd + row, factor, mask=row < rows)
+
+
+@jit
+def _wide_norm_forward(
+    x,
+    weight,
+    out,
+    rstd,
+    x_inner,
+    x_outer_stride,
+    x_inner_stride,
+    out_stride,
+    eps,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A row, COLUMNS at a time, read again out of the cache: at 14,336 features 6 % faster than held in registers."""
+    row = tl.program_id(0)
+    begin = _begin_of(row, x_inner, x_outer_stride, x_inner_stride)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for first in tl.range(0, C, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        values = tl.load(x + begin + column, mask=column < C, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        total += values * values
+    factor = tl.rsqrt(tl.sum(total, axis=0) / C + eps)
+    tl.store(rstd + row, factor)
+    for first in tl.range(0, C, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        values = tl.load(x + begin + column, mask=column < C, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        scale = tl.load(weight + column, mask=column < C, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        normed = (values * factor * scale).to(out.dtype.element_ty)
+        tl.store(out + row.to(tl.int64) * out_stride + column, normed, mask=column < C)
 
 
 @jit
@@ -188,7 +222,7 @@ def _tiles(kind: str, features: int, item: int, chip: int) -> _Tiles:
         # A warp has rows of its own, which need no shared memory.
         return _Tiles(max(1, min(1024 // padded, 8)), 1, 16 if kind == "weight" else 0)
     if kind != "weight":
-        # A thread has 16 to 64 features.
+        # A thread has 16 to 64 features of a row.
         return _Tiles(1, 16 if padded > 16384 else min(size // (1024 if kind == "forward" else 2048), 8))
     if size > 16384:
         # Registers allow one program a multiprocessor; it must ask for rows while it computes.
@@ -244,21 +278,12 @@ def _fast_forward(x: torch.Tensor, weight: torch.Tensor, eps: float, spare: int)
     out = empty_rows(x, features, spare) if spare else x.new_empty(x.shape)
     rows = out.numel() // max(features, 1)
     rstd = x.new_empty(rows, dtype=torch.float32)
+    tensors, numbers = (data, weight.contiguous(), out, rstd), (*strides, features + spare, eps)
+    if next_power_of_2(features) > _HELD:
+        launch(_wide_norm_forward, (rows,), x.device, *tensors, *numbers, C=features, COLUMNS=4096, num_warps=16)
+        return out, rstd
     tiles = _tiles("forward", features, x.element_size(), family(x.device))
-    launch(
-        _norm_forward,
-        (cdiv(rows, tiles.rows),),
-        x.device,
-        data,
-        weight.contiguous(),
-        out,
-        rstd,
-        rows,
-        *strides,
-        features + spare,
-        eps,
-        **_settings(tiles, features),
-    )
+    launch(_norm_forward, (cdiv(rows, tiles.rows),), x.device, *tensors, rows, *numbers, **_settings(tiles, features))
     return out, rstd
 
 

@@ -162,6 +162,9 @@ class AdamW:
     def squares(self, counts: Callable[[nn.Parameter], bool] = lambda _: True) -> Tensor:
         """The sum of the squares of the gradients of the parameters that `counts` holds for, 0-d float32."""
         self.bind_gradients()
+        return self._squares(counts)
+
+    def _squares(self, counts: Callable[[nn.Parameter], bool]) -> Tensor:
         if use_triton(self._step_count):
             chosen = tuple([counts(param) for param in self._params])
             if chosen not in self._counted:
@@ -193,7 +196,7 @@ class AdamW:
         """
         self.bind_gradients()
         if norm is None:
-            norm = self.squares().sqrt()
+            norm = self._squares(lambda _: True).sqrt()
         step = self._step_by_kernels if use_triton(self._step_count) else self._step_by_torch
         finite = step(loss, learning_rate, norm)
         # Neither path counts a version of what it changes; whoever has kept a parameter for a backward asks for it.
