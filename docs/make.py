@@ -1,8 +1,9 @@
-"""Rewrites what the pages repeat of the source: the keys in run-files.md, the tree of files in README.md."""
+"""Rewrites what the pages repeat: the keys in run-files.md, the tree of files in README.md, all of benchmarks.md."""
 
 import ast
 import dataclasses
 import inspect
+import json
 import types
 import typing
 from pathlib import Path
@@ -11,6 +12,7 @@ from gapless.config_file import ALIASES, DEFAULTS, HINTS, RANGES, SECTIONS, VALU
 
 DOCS = Path(__file__).parent
 SOURCE = DOCS.parent / "src" / "gapless"
+BENCHMARKS = DOCS.parent / "benchmarks"
 KEYS = ("<!-- keys: written by `make docs` from src/gapless/config.py -->\n", "<!-- end of keys -->\n")
 TREE = ("<!-- tree: written by `make docs` from the first lines of the files -->\n", "<!-- end of tree -->\n")
 
@@ -95,9 +97,54 @@ def tree() -> str:
     return "".join(f"    {line}\n" for line in lines)
 
 
+def benchmarks() -> str:
+    """What the scripts have measured, a table each."""
+    parts = [
+        "# Benchmarks",
+        "",
+        "Written by `make docs` from `benchmarks/results/`. Ours and its peers in one run on one machine, medians,",
+        "through the public functions. The limit: what matmuls and bytes alone would give at the rates of that run.",
+    ]
+    for path in sorted((BENCHMARKS / "results").glob("*.json")):
+        script = BENCHMARKS / f"{path.stem}.py"
+        title = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))).partition("\n")[0].rstrip(".")
+        parts += ["", f"## {script.name}: {title}"]
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        for run in dict.fromkeys(map(_run, rows)):
+            parts += ["", run, "", "| case | gapless | peers | limit | unit | |", "|---|---|---|---|---|---|"]
+            parts += [_measured(row) for row in rows if _run(row) == run]
+    return "\n".join(parts) + "\n"
+
+
+def _run(row: dict) -> str:
+    """Where and how a row was measured."""
+    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+    return f"`{row['command']}`, commit {row['commit']}, {row['date']}, {row['device']}; {versions}."
+
+
+def _measured(row: dict) -> str:
+    """A line of a table."""
+    notes = [*_values(row.get("beside", {})), *filter(None, [row.get("note")])]
+    if row["peak_gib"]:
+        notes.append(f"memory in GiB: {', '.join(_values(row['peak_gib']))}")
+    cells = [
+        f"`{row['case']}`",
+        f"{row['gapless']:g}",
+        ", ".join(_values(row["peers"])),
+        f"{row['limit']:g}",
+        row["unit"],
+    ]
+    return f"| {' | '.join([*cells, '; '.join(notes)])} |"
+
+
+def _values(named: dict[str, float]) -> list[str]:
+    return [f"{name} {value:g}" for name, value in named.items()]
+
+
 def pages() -> dict[Path, str]:
     """Every page with fresh parts."""
     return {
+        DOCS / "benchmarks.md": benchmarks(),
         DOCS / "run-files.md": _replaced(DOCS / "run-files.md", KEYS, key_tables()),
         DOCS.parent / "README.md": _replaced(DOCS.parent / "README.md", TREE, "\n" + tree() + "\n"),
     }
