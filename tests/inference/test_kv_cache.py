@@ -57,6 +57,20 @@ def test_spans_hold_what_was_appended_through_growth_and_removal():
     assert cache.lengths == [6, 3]
 
 
+@pytest.mark.parametrize("removed", [0, 1])
+def test_nothing_of_a_removed_sequence_is_left(removed):
+    cache = new()
+    for length in (5, 2):
+        fill(cache, [cache.add()], [length])
+    cache._keys[0][cache.capacity * removed + (1 if removed else 4)] = torch.nan
+    cache._values[1][cache.capacity * removed] = torch.inf
+    cache.remove(removed)
+    kept = cache.lengths[0]
+    for stream in (*cache._keys, *cache._values):
+        assert stream[:kept].isfinite().all()
+        assert not stream[kept:].any()
+
+
 def test_a_sequence_cannot_outgrow_its_span():
     cache = new()
     cache.add()

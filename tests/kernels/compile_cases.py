@@ -214,6 +214,7 @@ case("flash.features")(lambda: flash(128, 128, window=4096, softcap=30.0, sinks=
 case("flash.96")(lambda: flash(96, 96))
 case("flash.192")(lambda: flash(192, 128, causal=False))
 case("flash.256")(lambda: flash(256, 256))
+case("flash.values")(lambda: flash(128, 256))
 case("flash.float32")(lambda: flash(128, 128, torch.float32))
 
 

@@ -35,7 +35,7 @@ STACK: dict[str, tuple[int, str]] = {
     "rope._rotate_forward": (8, "at 72 registers, on sm_120 with Triton 3.6: ptxas trades two for another block"),
     "rms_norm._norm_backward": (16, "rows and sums fill the registers; with Triton 3.9 alone, float32 or 32 warps"),
 }
-"""Bytes of stack that a kernel may have, and why; others none."""
+"""Bytes of stack that a kernel may have, in all cases or in one, and why; others none."""
 NO_WGMMA: dict[str, str] = {}
 """Kernels that multiply 16-bit tiles on Hopper without its asynchronous matrix units, and why."""
 SERIAL: dict[str, str] = {}
@@ -64,7 +64,7 @@ def family(architecture):
 def problems(line):
     """What is wrong with a kernel as it was compiled."""
     name, architecture = line["kernel"], line["architecture"]
-    stack, _ = STACK.get(name, (0, ""))
+    stack, _ = STACK.get(f"{line['case']} {name}") or STACK.get(name, (0, ""))
     if line["stack"] > stack:
         yield f"{line['stack']} bytes of stack, allowed {stack}"
     if line["shared"] > SHARED_MEMORY[family(architecture)]:

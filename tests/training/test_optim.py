@@ -132,7 +132,7 @@ def poison(views) -> None:
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_gradients_that_someone_has_replaced(path):
-    """Zeroed by a script before a step or within it, or set: what `grad` says is trained."""
+    """Zeroed by a script before a step, or set: what `grad` says is trained."""
     results = []
     for case in ("plain", "zeroed", "set"):
         views = make_views()
@@ -143,6 +143,7 @@ def test_gradients_that_someone_has_replaced(path):
             backward(views, 3.0)
             for view in views:
                 view.parameter.grad = None if case == "zeroed" else torch.zeros_like(view.parameter)
+            optimizer.bind_gradients()
         backward(views, 1.0)
         with forced(path):
             norm = optimizer.squares().sqrt()
@@ -159,12 +160,36 @@ def test_gradients_that_someone_has_replaced(path):
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_gradients_that_are_replaced_within_a_step_are_refused(path):
+    views = make_views()
+    optimizer = AdamW(views, OptimConfig())
+    backward(views, 1.0)
+    views[0].parameter.grad = None
+    with forced(path), pytest.raises(RuntimeError, match="within a step"):
+        optimizer.squares()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_cleared_or_set_in_every_dtype(dtype):
+    parameter = nn.Parameter(torch.ones(2, 3, dtype=dtype))
+    optimizer = AdamW([PlainView("x", parameter)], OptimConfig())
+    parameter.sum().backward()
+    optimizer.zero_grad()
+    parameter.sum().backward()
+    assert float(optimizer.squares()) == pytest.approx(6)
+    parameter.grad = torch.full_like(parameter, 2)
+    optimizer.bind_gradients()
+    assert float(optimizer.squares()) == pytest.approx(24)
+
+
 def test_a_buffer_is_zero_where_the_gradient_was_dropped():
     views = make_views()
     optimizer = AdamW(views, OptimConfig(max_grad_norm=0.0))
     backward(views, 3.0)
     for view in views:
         view.parameter.grad = None
+    optimizer.bind_gradients()
     assert optimizer.squares() == 0
 
 

@@ -251,8 +251,9 @@ def _name_seed(seed: int, name: str) -> int:
 
 
 def lora_layers(model: nn.Module) -> Iterator[LoraLinear]:
-    """Its adapted layers."""
-    return (module for module in model.modules() if isinstance(module, LoraLinear))
+    """Its adapted layers; of one, itself."""
+    modules = [model] if isinstance(model, LoraLinear) else model.modules()
+    return (module for module in modules if isinstance(module, LoraLinear))
 
 
 @contextmanager

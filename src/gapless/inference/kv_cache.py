@@ -74,17 +74,19 @@ class KVCache:
         return len(self.lengths) - 1
 
     def remove(self, span: int) -> int:
-        """Closes a span; the last sequence moves into it.
+        """Closes a span; the last sequence moves into it, and what nobody has any more is cleared.
 
         Returns:
             The number that the moved sequence had (the removed one's own number if it was the last).
         """
-        last = len(self.lengths) - 1
-        if span != last:
-            used, size = self.lengths[last], self.capacity
-            for stream in (*self._keys, *self._values):
+        last, size = len(self.lengths) - 1, self.capacity
+        removed, used = self.lengths[span], self.lengths[last]
+        for stream in (*self._keys, *self._values):
+            if span != last:
                 stream[span * size : span * size + used] = stream[last * size : last * size + used]
-            self.lengths[span] = used
+                stream[span * size + used : span * size + removed] = 0
+            stream[last * size : last * size + used] = 0
+        self.lengths[span] = used
         self.lengths.pop()
         return last
 
@@ -114,7 +116,6 @@ class KVCache:
             tokens=self.sequences * self.capacity,
             device=self.device,
         )
-        # Zeros, or what sequences that have left had there.
         self._segments = replace(keys, finite_gaps=True)
         shift = torch.tensor(starts, device=self.device).repeat_interleave(torch.tensor(counts, device=self.device))
         self._slots = queries.positions + shift

@@ -169,8 +169,7 @@ def _reference(
         rows = (labels != IGNORE).nonzero().squeeze(1)
         if len(rows) < len(labels):
             hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
-        unknown = labels[(labels < 0) | (labels >= len(weight))]
-        if options.vocabulary is None and len(unknown):
+        if options.vocabulary is None and len(unknown := labels[(labels < 0) | (labels >= len(weight))]):
             raise ValueError(
                 f"label {int(unknown[0])} is not in the vocabulary of {len(weight)}; {IGNORE} is for a row that counts "
                 "nothing"

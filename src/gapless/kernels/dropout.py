@@ -198,7 +198,10 @@ class _Dropout(torch.autograd.Function):
         return ctx.masked(grad, ctx.p, DropoutCounters(*ctx.saved_tensors), ctx.place), None, None, None, None
 
 
-def _check(x: torch.Tensor, counters: DropoutCounters) -> None:
+def check_dropout(
+    x: torch.Tensor, p: float, counters: DropoutCounters, layer: int, site: int, first_channel: int
+) -> None:
+    """Raise ValueError for what `dropout` does not take."""
     if x.ndim != 2 or not x.is_floating_point():
         raise ValueError(f"x has shape {list(x.shape)} and dtype {x.dtype}, not [T, C] of floating point")
     found = (counters.key, counters.row, counters.column)
@@ -208,6 +211,13 @@ def _check(x: torch.Tensor, counters: DropoutCounters) -> None:
     if any(counter.dtype != torch.int32 for counter in found):
         dtypes = ", ".join(str(counter.dtype) for counter in found)
         raise ValueError(f"key, row and column have dtypes {dtypes}, not torch.int32")
+    if any(counter.device != x.device for counter in found):
+        raise ValueError(f"key, row and column are on {', '.join(str(c.device) for c in found)}, x is on {x.device}")
+    if not 0 <= p < 1:
+        raise ValueError(f"p is {p}: a value is dropped with a probability of at least 0 and below 1")
+    if not (0 <= layer < 2**23 and 0 <= site < 256 and first_channel >= 0):
+        numbers = f"layer {layer}, site {site} and first channel {first_channel}"
+        raise ValueError(f"{numbers} must be at least 0, the layer below 2^23 and the site below 256")
 
 
 def dropout(
@@ -229,14 +239,9 @@ def dropout(
         [T, C] in x's dtype; x itself where p is 0.
 
     Raises:
-        ValueError: shapes or dtypes do not go together, or a number is out of its range.
+        ValueError: shapes, dtypes or devices do not go together, or a number is out of its range.
     """
-    _check(x, counters)
-    if not 0 <= p < 1:
-        raise ValueError(f"p is {p}: a value is dropped with a probability of at least 0 and below 1")
-    if not (0 <= layer < 2**23 and 0 <= site < 256 and first_channel >= 0):
-        numbers = f"layer {layer}, site {site} and first channel {first_channel}"
-        raise ValueError(f"{numbers} must be at least 0, the layer below 2^23 and the site below 256")
+    check_dropout(x, p, counters, layer, site, first_channel)
     if is_identity(p):
         return x
     place = (layer, site, first_channel)

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from gapless.batch import DropoutCounters
+from gapless.kernels.dropout import check_dropout, is_identity
 from gapless.kernels.dropout import dropout as drop_out
-from gapless.kernels.dropout import is_identity
 from gapless.kernels.runtime import cdiv, spare_columns, use_triton
 from gapless.kernels.skinny import InputDropout, outer, project, spread
 
@@ -169,6 +169,7 @@ class WideWeight:
     """How often `refresh` has brought other adapters than the ones before, as their versions tell."""
     _stale = True
     _sources: tuple[tuple[torch.Tensor, int], ...] = ()
+    _places: Sequence[tuple[Any, ...]] = ()
 
     def __init__(self, weight: torch.Tensor, rank: int, parts: Sequence[Rows]) -> None:
         """Copy a weight into a new buffer; the adapters are zero until `refresh`.
@@ -232,27 +233,25 @@ class WideWeight:
             trusted: nobody has changed them since the last call or `forget`, so that there is nothing to do. While a
                 CUDA graph is captured the copy is made all the same: replays are of other steps.
         """
-        if trusted and not self._stale and not _is_captured(self.rows.device):
+        captured = _is_captured(self.rows.device)
+        if trusted and not self._stale and not captured:
             return
         with torch.no_grad():
             self.a.copy_(a)
             _fill(part_blocks(self.b, self.leading, self.parts), b)
-        self._stale = False
+        self._stale = captured  # then nothing is copied before the first replay
         # A backward must find what its forward has had. That the same values are copied once more (by an evaluation in
         # between, say) is no change, and values are not to be compared; so versions tell, as for all that autograd
         # saves. The sources are held, so that no other tensor can come to lie where one has been.
         sources = tuple((tensor.detach(), 0 if tensor.is_inference() else tensor._version) for tensor in (a, *b))
-        if [_place(*source) for source in sources] != [_place(*source) for source in self._sources]:
+        places = [(tensor.data_ptr(), tensor.shape, tensor.stride(), version) for tensor, version in sources]
+        if places != self._places:
             self.changes += 1
-        self._sources = sources
+        self._sources, self._places = sources, places
 
 
 def _is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _place(tensor: torch.Tensor, version: int) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), version
 
 
 # ---- autograd ----
@@ -378,24 +377,6 @@ def _check_shapes(
         raise ValueError(f"residual must be {[len(x), wide.out]}, not {list(residual.shape)}")
 
 
-def _check_dropout(drop: InputDropout, tokens: int) -> None:
-    if not (0 <= drop.p < 1 and 0 <= drop.layer < 2**23 and 0 <= drop.site < 256 and drop.first_channel >= 0):
-        raise ValueError(
-            f"dropout must have p in [0, 1), layer in [0, 2^23), site in [0, 256) and first_channel from 0 on, not "
-            f"{drop.p}, {drop.layer}, {drop.site} and {drop.first_channel}"
-        )
-    counters = drop.counters
-    for name, counter, length in (
-        ("key", counters.key, 2),
-        ("row", counters.row, tokens),
-        ("column", counters.column, tokens),
-    ):
-        if counter.shape != (length,) or counter.dtype != torch.int32:
-            raise ValueError(
-                f"dropout's counters: {name} must be int32 {[length]}, not {counter.dtype} {list(counter.shape)}"
-            )
-
-
 def lora_linear(
     x: torch.Tensor,
     wide: WideWeight,
@@ -437,7 +418,7 @@ def lora_linear(
     _check_shapes(wide, x, a, b, bias, residual)
     _check_dtypes(wide, x, {"bias": bias, "residual": residual})
     if dropout is not None:
-        _check_dropout(dropout, len(x))
+        check_dropout(x, *dropout)
         dropout = None if is_identity(dropout.p) else dropout
     if use_triton(x):
         wide.refresh(a, b, trusted=trusted)

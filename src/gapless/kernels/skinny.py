@@ -297,7 +297,6 @@ def _dropout_arguments(drop: InputDropout | None, x: torch.Tensor) -> tuple[tupl
     if drop is None:
         return (None, None, None), (0, 0, 0), None
     counters = drop.counters
-    assert counters.row.shape == counters.column.shape == (len(x),), "one row and column a token"
     tensors = (counters.key.contiguous(), counters.row.contiguous(), counters.column.contiguous())
     place = (drop.layer << 8 | drop.site, drop.first_channel // 4, drop.first_channel % 4)
     return tensors, place, keep_limit(drop.p)

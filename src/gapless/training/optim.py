@@ -108,6 +108,7 @@ class AdamW:
         self._own = [param for param in self._params if not hasattr(param, "placements")]
         self._pointers = [param.data_ptr() for param in self._own]
         self._bound = [pair for pair in self.buffers() if pair[0].dtype == torch.float32]
+        self._moved = [pair for pair in self.buffers() if pair[0].dtype != torch.float32]
         self._step_count = torch.zeros((), dtype=torch.float32, device=device)
         self._open = torch.ones((), dtype=torch.bool, device=device)
         self._gradients = {
@@ -144,10 +145,10 @@ class AdamW:
 
     @torch.no_grad()
     def bind_gradients(self) -> None:
-        """Have `grad` of float32 parameters be the buffers here again, where `zero_grad` or someone else changed it.
+        """Take in what `zero_grad` or someone else has made of `grad`: to be called before a step's first backward.
 
-        `squares` and `step` do so too. To be called before the backward where its gradients are reduced in the buffers.
-        A gradient that is None means zeros, and another tensor is what counts.
+        A gradient that is None means zeros, another tensor is what counts. Those of low-precision parameters are None
+        between backwards: `model.zero_grad()` does not reach their sums, the optimizer's `zero_grad` does.
         """
         for param, buffer in self._bound:
             if param.grad is None:
@@ -157,14 +158,29 @@ class AdamW:
             else:
                 continue
             param.grad = buffer
+        for param, buffer in self._moved:
+            if param.grad is not None:
+                buffer.copy_(local_tensor(param.grad))
+                param.grad = None
+
+    @torch.no_grad()
+    def zero_grad(self) -> None:
+        """Clear the gradients; a step does so itself."""
+        for param, buffer in (*self._bound, *self._moved):
+            buffer.zero_()
+            param.grad = buffer if param.dtype == torch.float32 else None
+        for param in self._sharded:
+            param.grad = None
 
     @torch.no_grad()
     def squares(self, counts: Callable[[nn.Parameter], bool] = lambda _: True) -> Tensor:
-        """The sum of the squares of the gradients of the parameters that `counts` holds for, 0-d float32."""
-        self.bind_gradients()
-        return self._squares(counts)
+        """The sum of the squares of the gradients of the parameters that `counts` holds for, 0-d float32.
 
-    def _squares(self, counts: Callable[[nn.Parameter], bool]) -> Tensor:
+        Raises:
+            RuntimeError: a gradient was replaced since `bind_gradients`: what has been added to it is not reduced.
+        """
+        if any(param.grad is not buffer for param, buffer in self._bound):
+            raise RuntimeError("a gradient was cleared or replaced within a step: leave that to the optimizer")
         if use_triton(self._step_count):
             chosen = tuple([counts(param) for param in self._params])
             if chosen not in self._counted:
@@ -194,9 +210,9 @@ class AdamW:
             The global gradient norm before the clip (0-d float32), and whether loss and norm are finite (0-d bool). If
             they are not, nothing is changed, now or in later steps.
         """
-        self.bind_gradients()
         if norm is None:
-            norm = self._squares(lambda _: True).sqrt()
+            self.bind_gradients()
+            norm = self.squares().sqrt()
         step = self._step_by_kernels if use_triton(self._step_count) else self._step_by_torch
         finite = step(loss, learning_rate, norm)
         # Neither path counts a version of what it changes; whoever has kept a parameter for a backward asks for it.

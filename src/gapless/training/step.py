@@ -91,6 +91,7 @@ def train_step(
     """
     if data.num_trained == 0:
         return None
+    optimizer.bind_gradients()  # a callback or a script may have called zero_grad
     share = model.accumulate(data.micro_batches, loss_fn)
     model.reduce(optimizer.gradient)
     tokens = sum(batch.num_tokens for batch in data.micro_batches) if model.mesh.counts else 0

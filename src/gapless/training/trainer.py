@@ -328,7 +328,6 @@ class Trainer:
         """Launch a step, then read the metrics of the one before it."""
         self._writer.poll()
         data = self._loader.next_step()
-        self.optimizer.bind_gradients()  # a callback may have called zero_grad
         with unchanged(*self._adapted):  # but by its end; callbacks, which may change them too, come after it
             metrics = train_step(
                 self._parallel,

@@ -133,7 +133,7 @@ def _key_loops(
 ):  # fmt: skip
     """All queries of one head."""
     low, full, ragged, high = ranges
-    if D > 128:
+    if D > 128 or V > 128:
         # Registers do not do for several loops: they would spill 648 bytes at 256 on sm_90.
         return _key_range(
             low, high, resident, streams, span, state, settings, D, V, BM, True, CAUSAL, WINDOW, SOFTCAP, None

@@ -12,8 +12,9 @@ from gapless.kernels.runtime import jit, tanh, tl
 
 TAIL = _TAIL if tl is None else tl.constexpr(_TAIL)
 
-# What changes from batch to batch: tokens, and the addresses of tables, which are views of one buffer.
-PER_BATCH = ["table", "q_start", "q_used", "q_offset", "k_start", "k_used", "k_offset", "tokens", "k_tokens", "window"]
+# What changes from batch to batch: tokens, and the addresses of tables, which are views of one buffer; and from layer
+# to layer: windows.
+PER_BATCH = ("table", "q_start", "q_used", "q_offset", "k_start", "k_used", "k_offset", "tokens", "k_tokens", "window")
 
 # ---- shared by the kernels ----
 
