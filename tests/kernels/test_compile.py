@@ -28,8 +28,10 @@ QUICK_CASES = tuple({name.split(".")[0]: name for name in reversed(CASES)}.value
 
 STACK: dict[str, tuple[int, str]] = {
     "skinny._project_kernel": (16, "on sm_100 and sm_120 with Triton 3.9: ptxas trades four registers for a block"),
-    "attention.flash_forward.flash_forward": (128, "output, scores and weights fill the registers, most at 256"),
-    "attention.flash_backward.flash_keys": (256, "two gradients and two products fill the registers, most at 256"),
+    "attention.flash_forward.flash_forward": (72, "output, scores and weights fill the registers"),
+    "flash.256 attention.flash_forward.flash_forward": (128, "the same, of 256 features"),
+    "attention.flash_backward.flash_keys": (136, "two gradients and two products fill the registers"),
+    "flash.64 attention.flash_backward.flash_keys": (160, "tiles of 64 x 64 without wgmma have operands there, too"),
     "attention.flash_backward.flash_delta": (24, "on sm_100 with Triton 3.6 alone"),
     "attention.flash_backward.flash_queries": (64, "without Hopper's matrix units operands are in registers, too"),
     "rope._rotate_forward": (8, "at 72 registers, on sm_120 with Triton 3.6: ptxas trades two for another block"),
