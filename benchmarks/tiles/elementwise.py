@@ -20,18 +20,17 @@ from gapless.kernels import activation, rms_norm
 
 ROWS, WIDTHS, SETS = 8192, (4096, 14336), 3
 
-# Rows, warps, programs per multiprocessor, stages.
+# Rows, warps, columns at a time (0: whole rows).
 FORWARD = {
-    4096: [(1, 4, 0, 1), (1, 8, 0, 1), (1, 16, 0, 1), (2, 8, 0, 1), (1, 4, 8, 1), (1, 8, 4, 2), (1, 8, 2, 3)],
-    14336: [(1, 8, 0, 1), (1, 16, 0, 1), (1, 32, 0, 1), (1, 16, 2, 1), (1, 16, 1, 3), (1, 32, 1, 2), (1, 32, 1, 3)],
+    4096: [(1, 4), (1, 8), (1, 16), (2, 8), (2, 16), (1, 8, 2048)],
+    14336: [(1, 8), (1, 16), (1, 8, 4096), (1, 16, 2048), (1, 16, 4096), (1, 16, 8192)],
 }
-BACKWARD = {
-    4096: [(1, 4, 0, 1), (1, 8, 0, 1), (1, 16, 0, 1), (2, 8, 0, 1), (1, 8, 4, 2), (1, 8, 2, 3)],
-    14336: [(1, 8, 0, 1), (1, 16, 0, 1), (1, 32, 0, 1), (1, 16, 1, 2), (1, 32, 1, 2), (1, 32, 1, 3)],
-}
+# Rows, warps.
+BACKWARD = {4096: [(1, 4), (1, 8), (1, 16), (2, 8)], 14336: [(1, 8), (1, 16), (1, 32)]}
+# Rows, warps, 0, programs per multiprocessor, stages.
 WEIGHT = {
-    4096: [(1, 4, 4, 1), (1, 4, 4, 2), (1, 4, 4, 3), (1, 8, 4, 1), (1, 8, 4, 2), (1, 8, 2, 3), (1, 16, 2, 2)],
-    14336: [(1, 16, 1, 1), (1, 16, 1, 2), (1, 16, 1, 3), (1, 32, 1, 1), (1, 32, 1, 2), (1, 32, 1, 3)],
+    4096: [(1, 4, 0, 4, 1), (1, 4, 0, 4, 3), (1, 8, 0, 4, 1), (1, 8, 0, 4, 2), (1, 8, 0, 2, 3), (1, 16, 0, 2, 2)],
+    14336: [(1, 16, 0, 1, 1), (1, 16, 0, 1, 3), (1, 32, 0, 1, 1), (1, 32, 0, 1, 2), (1, 32, 0, 1, 3)],
 }
 # Elements of a program, warps.
 GATE = [(1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (1024, 2), (8192, 8)]
@@ -109,7 +108,9 @@ def share(work: Work, copy: float, tiles: tuple[int, ...]) -> float:
 def main() -> None:
     begin = time.perf_counter()
     copy = copy_rate()
-    print(f"copy {copy / 1e6:.0f} GB/s; norm: rows/warps/programs per multiprocessor/stages, swiglu: elements/warps")
+    print(
+        f"copy {copy / 1e6:.0f} GB/s; norm: rows/warps/columns/programs a multiprocessor/stages, swiglu: elements/warps"
+    )
     for width in WIDTHS:
         for work in works(width):
             rate = work.size / timed(work.call)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gapless.batch import DropoutCounters, segments
 from gapless.kernels import runtime
 from gapless.kernels.attention import attention, attention_tiles
+from gapless.kernels.dropout import dropout
 from gapless.kernels.lora import InputDropout, WideWeight, lora_linear
 from gapless.kernels.runtime import empty_rows
 from gapless.models.linear import Part
@@ -44,6 +45,7 @@ def of_lora() -> None:
     for tokens, layer, site, first_channel in ((64, 0, 0, 0), (57, 0, 1, 4), (1, 3, 2, 64), (48, 16, 0, 8)):
         place = torch.zeros(tokens, dtype=torch.int32)
         drop = InputDropout(0.1, DropoutCounters(place.new_zeros(2), place, place), layer, site, first_channel)
+        dropout(torch.zeros(tokens, 48), *drop)
         x = empty_rows(wide.rows.new_empty(tokens, 1), 48, wide.spare).requires_grad_()
         out = lora_linear(x, wide, a, [b], 1.0, dropout=drop, spare=wide.spare)
         out.backward(out)

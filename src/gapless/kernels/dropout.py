@@ -68,6 +68,10 @@ def philox(
 # ---- Triton ----
 
 
+CHANGING = ("tokens", "place", "first_group")
+"""Integers that differ between batches and layers and stand in no address: kernels are not compiled again for them."""
+
+
 @jit
 def philox_words(c0, c1, c2, c3, k0, k1):
     """`philox` on uint32 tensors, all of one shape but k0 and k1, which are scalars."""
@@ -107,7 +111,7 @@ def keep_tile(key_ptr, row, column, place, first_group, CHANNELS: tl.constexpr, 
     return tl.reshape(words, (row.shape[0], CHANNELS)) > LIMIT
 
 
-@jit
+@jit(do_not_specialize=CHANGING)
 def _dropout_kernel(
     x_ptr,
     out_ptr,

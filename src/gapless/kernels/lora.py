@@ -22,7 +22,7 @@ from torch.nn import functional
 from gapless.batch import DropoutCounters
 from gapless.kernels.dropout import check_dropout, is_identity
 from gapless.kernels.dropout import dropout as drop_out
-from gapless.kernels.runtime import cdiv, spare_columns, use_triton
+from gapless.kernels.runtime import cdiv, is_captured, spare_columns, use_triton
 from gapless.kernels.skinny import InputDropout, outer, project, spread
 
 # ---- parts of a fused output ----
@@ -233,7 +233,7 @@ class WideWeight:
             trusted: nobody has changed them since the last call or `forget`, so that there is nothing to do. While a
                 CUDA graph is captured the copy is made all the same: replays are of other steps.
         """
-        captured = _is_captured(self.rows.device)
+        captured = is_captured(self.rows.device)
         if trusted and not self._stale and not captured:
             return
         with torch.no_grad():
@@ -248,10 +248,6 @@ class WideWeight:
         if places != self._places:
             self.changes += 1
         self._sources, self._places = sources, places
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 # ---- autograd ----

@@ -145,6 +145,11 @@ def _properties_of(index: int) -> tuple[int, int, int]:
     return 10 * properties.major + properties.minor, properties.multi_processor_count, properties.L2_cache_size
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, whose replays are for other batches and steps."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **settings: Any) -> None:
     """Run a kernel on a device's current stream; nothing where the grid is empty.
 

@@ -12,13 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from gapless.batch import DropoutCounters
-from gapless.kernels.dropout import keep_limit, keep_tile
+from gapless.kernels.dropout import CHANGING, keep_limit, keep_tile
 from gapless.kernels.runtime import cdiv, family, jit, launch, multiprocessors, next_power_of_2, tl
 
 # ---- Triton ----
-
-_CHANGING = ("tokens", "place", "first_group")
-"""Integers that differ between batches and layers and stand in no address: kernels are not compiled again for them."""
 
 
 @jit
@@ -60,7 +57,7 @@ def _store_inner(out_ptr, copy_ptr, inner, token, inside, block, rank, out_strid
             tl.store(out + c[None, :], tl.zeros_like(inner), mask=inside[:, None] & (c < out_columns)[None, :])
 
 
-@jit(do_not_specialize=_CHANGING)
+@jit(do_not_specialize=CHANGING)
 def _project_kernel(
     x_ptr,
     w_ptr,
@@ -112,7 +109,7 @@ def _project_kernel(
         tl.store(out_ptr + line + r[None, :], inner, mask=inside[:, None])
 
 
-@jit(do_not_specialize=_CHANGING)
+@jit(do_not_specialize=CHANGING)
 def _add_splits_kernel(
     partial_ptr,
     out_ptr,
@@ -139,7 +136,7 @@ def _add_splits_kernel(
     _store_inner(out_ptr, copy_ptr, inner * scale, token, inside, block, rank, out_stride, out_columns)
 
 
-@jit(do_not_specialize=_CHANGING)
+@jit(do_not_specialize=CHANGING)
 def _spread_kernel(
     inner_ptr,
     w_ptr,
@@ -187,7 +184,7 @@ def _spread_kernel(
     tl.store(out_ptr + line * channels + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@jit(do_not_specialize=_CHANGING)
+@jit(do_not_specialize=CHANGING)
 def _outer_kernel(
     inner_ptr,
     x_ptr,
@@ -263,27 +260,31 @@ def _tiles(kind: str, device: torch.device, tokens: int, channels: int, element_
 
     A sum is cut into pieces where there are too few programs for a multiprocessor's share of the reads to be in flight.
     """
-    roomy = family(device) in (80, 90, 100)
+    chip = family(device)
+    roomy = chip in (80, 90, 100)
     programs, warps = 2 * multiprocessors(device), 4
     if element_size > 2:
         tile, stages = (32, 64) if kind == "spread" else (32, 32), 2
     elif kind == "project" and channels > 16384:
         # Each program reads all of w: with as many channels as that is much, fewer programs of more tokens are faster.
         tile, stages = (64, 64), 5 if roomy else 4
-    elif kind == "project":
+    elif kind == "project" and roomy:
         # One of them fills the shared memory of a multiprocessor: 19.9 us for 8,192 x 4,096 on an H200, where two of
         # 32 tokens take 25.8.
-        tile, stages = ((64, 128), 4) if roomy else ((32, 128), 3)
-        programs //= 2 if roomy else 1
-        warps = 8 if family(device) == 100 else 4  # four would spill there
+        tile, stages = (64, 128), 4
+        programs //= 2
+        warps = 8 if chip == 100 else 4  # four would spill there
+    elif kind == "project":
+        tile, stages = (32, 128), 3
     elif kind == "outer":
         tile, stages = (64, 64 if cdiv(channels, 64) > programs else 128), 4
     else:
         tile, stages = (64, 128), 2
+    splits = 1
     if kind == "project":
         splits = min(programs // max(cdiv(tokens, tile[0]), 1), channels // 512, 32)
-    else:
-        splits = min(programs // cdiv(channels, tile[1]), tokens // 256, 32) if kind == "outer" else 1
+    elif kind == "outer":
+        splits = min(programs // cdiv(channels, tile[1]), tokens // 256, 32)
     # A power of two, so that prompts of all lengths share few kernels.
     return _Tiles(*tile, 1 << max(splits, 1).bit_length() - 1, warps, stages)
 

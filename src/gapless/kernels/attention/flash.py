@@ -19,7 +19,16 @@ from torch.autograd.function import once_differentiable
 from gapless.batch import POSITIONS, Segments, TileSpec
 from gapless.kernels.attention.flash_backward import flash_delta, flash_keys, flash_queries
 from gapless.kernels.attention.flash_forward import flash_forward
-from gapless.kernels.runtime import cache_bytes, cdiv, family, launch, multiprocessors, next_power_of_2, runs_kernels
+from gapless.kernels.runtime import (
+    cache_bytes,
+    cdiv,
+    family,
+    is_captured,
+    launch,
+    multiprocessors,
+    next_power_of_2,
+    runs_kernels,
+)
 
 LOG2_E = 1.4426950408889634
 LARGEST_HEAD = 256
@@ -181,7 +190,7 @@ def _grid(
     device = table.device
     size = each * sum(x.shape[0] * x.shape[2] * x.element_size() for x in streamed)
     section = _section(heads, sharing, size, cache_bytes(device))
-    rows = len(table) if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else used
+    rows = len(table) if is_captured(device) else used
     return section, rows, heads // section
 
 

@@ -206,7 +206,7 @@ def flash_keys(
     `together` is 1, or as many as share a kv head; `heads` counts those of the results. What the compiler would hoist
     out of the loop over heads spills: 440 bytes of stack at head dim 64 on sm_90, 0 where it may not.
     """
-    row, head = work()
+    document, begin, head = work(table)
     query_head = head * together
     q_ptr += query_head * stride_qh
     k_ptr += query_head // groups * stride_kh
@@ -216,8 +216,6 @@ def flash_keys(
     delta += query_head * tokens
     grad_k_ptr += head * D
     grad_v_ptr += head * V
-    document = tl.load(table + 2 * row)
-    begin = tl.load(table + 2 * row + 1)
     if document >= 0:
         place = places(document, q_start, q_used, q_offset, k_start, k_used, k_offset)
         _key_tile(
@@ -310,7 +308,7 @@ def flash_queries(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a tile of queries of a head; clears as the forward does."""
-    row, head = work()
+    document, begin, head = work(table)
     q_ptr += head * stride_qh
     k_ptr += head // groups * stride_kh
     v_ptr += head // groups * stride_vh
@@ -318,8 +316,6 @@ def flash_queries(
     lse += head * tokens
     delta += head * tokens
     grad_q_ptr += head * D
-    document = tl.load(table + 2 * row)
-    begin = tl.load(table + 2 * row + 1)
     if document >= 0:
         place = places(document, q_start, q_used, q_offset, k_start, k_used, k_offset)
         _query_tile(

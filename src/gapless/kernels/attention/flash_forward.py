@@ -20,14 +20,15 @@ PER_BATCH = ("table", "q_start", "q_used", "q_offset", "k_start", "k_used", "k_o
 
 
 @jit
-def work():
-    """The row of the tile table for this program, and its head: programs are (head of a section, row, section).
+def work(table):
+    """Document and first token of this program's tile, and its head: programs are (head of a section, row, section).
 
     Heads are done in sections whose keys and values fit the L2 cache together. In a section the longest tiles of all
     heads start first, and heads that share keys and values are neighbours.
     """
     head = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    return tl.program_id(1), head.to(tl.int64)
+    row = table + 2 * tl.program_id(1)
+    return tl.load(row), tl.load(row + 1), head.to(tl.int64)
 
 
 @jit
@@ -214,14 +215,12 @@ def flash_forward(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """A tile of the forward table for one head; tiles of the tail are cleared."""
-    row, head = work()
+    document, begin, head = work(table)
     q_ptr += head * stride_qh
     k_ptr += head // groups * stride_kh
     v_ptr += head // groups * stride_vh
     out_ptr += head * stride_oh
     lse += head * tokens
-    document = tl.load(table + 2 * row)
-    begin = tl.load(table + 2 * row + 1)
     if document >= 0:
         place = places(document, q_start, q_used, q_offset, k_start, k_used, k_offset)
         _forward_tile(
