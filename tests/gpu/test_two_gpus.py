@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -63,12 +64,12 @@ def on_gpus(rank, world, configs):
     """Train each, without waiting for the device once a model has had its first step."""
     torch.cuda.set_device(rank)
     warnings.simplefilter("ignore")
-    steps = []
+    begun = weakref.WeakSet()  # not of id(): a model that is gone gives its own to a later one
     accumulate, update = ParallelModel.accumulate, AdamW.step
 
     def watched(model, *args):
-        steps.append(id(model))
-        torch.cuda.set_sync_debug_mode("error" if steps.count(id(model)) > 1 else "default")
+        torch.cuda.set_sync_debug_mode("error" if model in begun else "default")
+        begun.add(model)
         return accumulate(model, *args)
 
     def updated(*args):
