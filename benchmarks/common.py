@@ -8,8 +8,11 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,8 +21,9 @@ import torch
 import triton
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "triton", "numpy", "transformers", "peft", "liger_kernel")
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "peft", "liger_kernel", "flash-attn-4", "vllm")
 _GRAPH_CALLS = 12
+_CYCLES_PER_US = 1800
 
 FAILURES = (
     *(RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, LookupError),
@@ -77,6 +81,8 @@ class Row:
 def versions() -> dict[str, str]:
     """Of the packages that matter, where they are installed; and of CUDA."""
     found = {"python": sys.version.split()[0], "cuda": str(torch.version.cuda)}
+    if torch.backends.cudnn.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
@@ -85,6 +91,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def commit() -> str:
     """The commit that is checked out; "unknown" in a copy without its history."""
     run = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -101,6 +108,48 @@ def merge(benchmark: str, rows: Sequence[Row], command: str) -> Path:
     text = json.dumps({"benchmark": benchmark, "rows": list(records.values())}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")
     return path
+
+
+def run_cases(
+    benchmark: str, cases: Mapping[str, Callable[[], Sequence[Row]]], command: str
+) -> tuple[list[Row], dict[str, str]]:
+    """Run cases one after the other; rows go to the file as they come.
+
+    Returns:
+        The rows, and of each case that failed the error. The others go on, unless the GPU no longer answers.
+    """
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    for name, case in cases.items():
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        try:
+            made = case()
+            torch.cuda.synchronize()
+        except FAILURES as error:
+            failed[name] = one_line(error)
+            print(traceback.format_exc(limit=-4), flush=True)
+        else:
+            merge(benchmark, made, command)
+            rows += made
+        print(f"{name}: {time.perf_counter() - start:.1f} s{' FAILED' if name in failed else ''}", flush=True)
+        try:
+            free_memory()
+        except RuntimeError as error:
+            print(f"the rest is left out: {one_line(error)}")
+            break
+    return rows, failed
+
+
+def one_line(error: BaseException) -> str:
+    """Kind of an error and the start of what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def print_failed(failed: Mapping[str, str]) -> None:
+    """A line for each case that failed."""
+    for name, error in failed.items():
+        print(f"{name} FAILED {error}")
 
 
 def print_table(rows: Sequence[Row]) -> None:
@@ -122,7 +171,7 @@ def print_table(rows: Sequence[Row]) -> None:
 # ---- timing ----
 
 
-def medians(works: Mapping[str, Work], *, warmup: int = 20, rep: int = 100) -> dict[str, float]:
+def medians(works: Mapping[str, Work], *, warmup: int = 20, rep: int = 100, ahead_us: float = 0.0) -> dict[str, float]:
     """Milliseconds of each work, the median of its calls with a cold L2.
 
     They take turns call by call, in both orders, so that what one draws of the card's power slows the others as much.
@@ -132,6 +181,8 @@ def medians(works: Mapping[str, Work], *, warmup: int = 20, rep: int = 100) -> d
         works: by name.
         warmup: milliseconds, of each.
         rep: milliseconds of calls that count, of each on average.
+        ahead_us: how long the GPU idles before each call, so that the host is ahead of it and short calls are timed
+            without their launches, as in a CUDA graph.
     """
     flushed = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     names = list(works)
@@ -141,6 +192,8 @@ def medians(works: Mapping[str, Work], *, warmup: int = 20, rep: int = 100) -> d
         for round_ in range(rounds):
             for name in names[:: 1 - 2 * (round_ % 2)]:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                if ahead_us:
+                    torch.cuda._sleep(round(ahead_us * _CYCLES_PER_US))
                 flushed.zero_()
                 start.record()
                 works[name]()
@@ -150,7 +203,7 @@ def medians(works: Mapping[str, Work], *, warmup: int = 20, rep: int = 100) -> d
         return {name: median(start.elapsed_time(end) for start, end in found) for name, found in pairs.items()}
 
     in_turns(2)
-    together = sum(in_turns(4).values())
+    together = sum(in_turns(4).values()) + len(names) * ahead_us / 1e3
     in_turns(int(warmup * len(names) / together) + 1)
     return in_turns(max(int(rep * len(names) / together), 10))
 

@@ -1,35 +1,26 @@
 """Kernels beside their peers and their limits: the table of what they must show.
 
-    python benchmarks/kernels.py [--cases rms_norm,flash] [--list]
+    python benchmarks/kernels.py [--cases rms_norm,lora] [--list]
 
 Ours is called through the public functions, checked against float32 in the same run, and measured in turns with the
-peers that are installed (Liger, torch.compile, torch's own kernels). Rows go to benchmarks/results/kernels.json. Exits
-with 1 if a case failed; a bar that was missed is said in the table and is no failure.
+peers that are installed (Liger, torch.compile, torch's own kernels); attention.py does so for attention. Rows go to
+benchmarks/results/kernels.json. Exits with 1 if a case failed; a bar that was missed is said in the table and is no
+failure.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch._functorch.config
-from cases import Rates, adamw, elementwise, flash, linear_ce, lora
-from common import FAILURES, Row, copy_rate, free_memory, medians, merge, print_table
+from cases import adamw, elementwise, linear_ce, lora, measure_rates
+from common import print_failed, print_table, run_cases
 
-CASES = {**elementwise.CASES, **adamw.CASES, **linear_ce.CASES, **lora.CASES, **flash.CASES}
-
-
-def measure_rates() -> Rates:
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    time_ = medians({"matmul": lambda: a @ b}, rep=200)["matmul"]
-    rates = Rates(copy=copy_rate(), matmul=2 * 8192**3 / time_ / 1e9)
-    free_memory()
-    print(f"copy {rates.copy / 1e6:.0f} GB/s read + written, bf16 matmul 8192^3 {rates.matmul:.0f} TFLOP/s", flush=True)
-    return rates
+CASES = {**elementwise.CASES, **adamw.CASES, **linear_ce.CASES, **lora.CASES}
 
 
 def selected(names: str | None) -> list[str]:
@@ -58,22 +49,11 @@ def main() -> int:
     # Compiled backwards are called again and again on what one forward has saved.
     torch._functorch.config.donated_buffer = False
     rates = measure_rates()
-    rows: list[Row] = []
-    failed = []
-    for name in selected(options.cases):
-        torch.manual_seed(0)
-        start = time.perf_counter()
-        try:
-            rows += CASES[name](rates)
-        except FAILURES:
-            failed.append(name)
-            print(f"{name} FAILED: {traceback.format_exc(limit=-4)}", flush=True)
-        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
-        free_memory()
-    merge("kernels", rows, f"python benchmarks/kernels.py{f' --cases {options.cases}' if options.cases else ''}")
+    command = f"python benchmarks/kernels.py{f' --cases {options.cases}' if options.cases else ''}"
+    chosen = {name: partial(CASES[name], rates) for name in selected(options.cases)}
+    rows, failed = run_cases("kernels", chosen, command)
     print_table(rows)
-    if failed:
-        print(f"FAILED: {', '.join(failed)}")
+    print_failed(failed)
     return 1 if failed else 0
 
 

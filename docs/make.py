@@ -111,8 +111,10 @@ def benchmarks() -> str:
         parts += ["", f"## {script.name}: {title}"]
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         for run in dict.fromkeys(map(_run, rows)):
-            parts += ["", run, "", "| case | gapless | peers | limit | unit | |", "|---|---|---|---|---|---|"]
-            parts += [_measured(row) for row in rows if _run(row) == run]
+            parts += ["", run]
+            measured = [row for row in rows if _run(row) == run]
+            for unit in dict.fromkeys(row["unit"] for row in measured):
+                parts += ["", *_table(unit, [row for row in measured if row["unit"] == unit])]
     return "\n".join(parts) + "\n"
 
 
@@ -122,19 +124,24 @@ def _run(row: dict) -> str:
     return f"`{row['command']}`, commit {row['commit']}, {row['date']}, {row['device']}; {versions}."
 
 
-def _measured(row: dict) -> str:
-    """A line of a table."""
+def _table(unit: str, rows: list[dict]) -> list[str]:
+    """Rows of one unit, a column for each peer that one of them has."""
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
+    heads = [unit, "gapless", *peers, "limit", ""]
+    return [_line(heads), "|" + "---|" * len(heads), *(_line(_measured(row, peers)) for row in rows)]
+
+
+def _measured(row: dict, peers: list[str]) -> list[str]:
+    """The cells of a row."""
     notes = [*_values(row.get("beside", {})), *filter(None, [row.get("note")])]
     if row["peak_gib"]:
         notes.append(f"memory in GiB: {', '.join(_values(row['peak_gib']))}")
-    cells = [
-        f"`{row['case']}`",
-        f"{row['gapless']:g}",
-        ", ".join(_values(row["peers"])),
-        f"{row['limit']:g}",
-        row["unit"],
-    ]
-    return f"| {' | '.join([*cells, '; '.join(notes)])} |"
+    others = [f"{row['peers'][peer]:g}" if peer in row["peers"] else "" for peer in peers]
+    return [f"`{row['case']}`", f"{row['gapless']:g}", *others, f"{row['limit']:g}", "; ".join(notes)]
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _values(named: dict[str, float]) -> list[str]:

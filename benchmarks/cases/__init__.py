@@ -1,11 +1,12 @@
-"""The cases of benchmarks/kernels.py, by kind of kernel: functions of the machine's rates that return rows."""
+"""The cases of kernels.py and attention.py, by kind of kernel: functions of the machine's rates that return rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common import Row
+import torch
+from common import Row, copy_rate, free_memory, medians
 
 
 @dataclass(frozen=True)
@@ -19,3 +20,12 @@ class Rates:
 
 
 Case = Callable[[Rates], list[Row]]
+
+
+def measure_rates() -> Rates:
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    time = medians({"matmul": lambda: a @ b}, rep=200)["matmul"]
+    rates = Rates(copy=copy_rate(), matmul=2 * 8192**3 / time / 1e9)
+    free_memory()
+    print(f"copy {rates.copy / 1e6:.0f} GB/s read + written, bf16 matmul 8192^3 {rates.matmul:.0f} TFLOP/s", flush=True)
+    return rates
