@@ -54,8 +54,9 @@ def overall() -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the cases that have a bar")
-    parser.add_argument("--cases", help="patterns of names, separated by commas; all by default")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--quick", action="store_true", help="the cases that have a bar")
+    which.add_argument("--cases", help="patterns of names, separated by commas; all by default")
     parser.add_argument("--peers", default=",".join(PEERS), help="separated by commas; all by default")
     parser.add_argument("--fa3", type=Path, help="_vllm_fa3_C.abi3.so")
     parser.add_argument("--list", action="store_true", help="print the cases' names")

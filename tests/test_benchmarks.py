@@ -1,5 +1,6 @@
 """The arithmetic of the benchmarks, and every case of attention's on small documents on a CPU, without its times."""
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -164,3 +165,23 @@ def test_errors_are_those_of_rounding(attention, kind):
     assert 0 < row.limit <= row.gapless <= 1.5 * row.limit
     assert row.bar == 2 * row.peers["fa2"]
     assert not row.missed()
+
+
+def test_a_case_that_fails_is_named_and_the_others_go_on(attention, monkeypatch, tmp_path, capsys):
+    import common
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    for name, value in (("synchronize", None), ("get_device_name", "a GPU")):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+
+    def fails():
+        raise ValueError("no such\nthing")
+
+    row = common.Row(case="b", unit="TFLOP/s", gapless=1.0, limit=2.0)
+    rows, failed = common.run_cases("some", {"a": fails, "b": lambda: [row]}, "the command")
+    assert rows == [row]
+    assert failed == {"a": "ValueError: no such thing"}
+    kept = json.loads((tmp_path / "some.json").read_text())["rows"]
+    assert [record["case"] for record in kept] == ["b"]
+    common.print_failed(failed)
+    assert capsys.readouterr().out.endswith("a FAILED ValueError: no such thing\n")
