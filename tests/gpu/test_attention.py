@@ -1,40 +1,76 @@
-"""The attention kernels with the tiles that a GPU runs: hundreds of combinations, and the same bits every time."""
+"""The attention kernels with the tiles that a GPU runs: hundreds of combinations, and the same bits every time.
 
+On Hopper most of them, those of 16 bits, run the kernels in Gluon; those in Triton have tests/kernels/test_flash.py.
+"""
+
+import itertools
 import random
 
 import pytest
 import torch
+from torch.nn import functional
 
 from gapless.batch import segments
-from gapless.kernels.attention import flash
+from gapless.kernels import gluon
+from gapless.kernels.attention import attention, flash, hopper
+from gapless.kernels.runtime import family
 from kernels.attention_cases import BF16, FP16, FP32, Case, make_segments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
 DIMS = [
     (16, 16),
-    (32, 32),
+    (40, 40),
     (64, 64),
     (72, 72),
     (80, 80),
     (96, 96),
+    (112, 112),
     (128, 128),
+    (136, 136),
+    (160, 160),
     (192, 128),
     (192, 192),
     (256, 256),
     (64, 128),
+    (256, 192),
+    (64, 64),
+    (128, 128),
 ]
-COMBINATIONS, TOGETHER, KERNELS = 240, 8, 40
+KERNELS, EACH = 51, 9
+GPU = torch.device("cuda")
+on_hopper = pytest.mark.skipif(
+    not (gluon.FITS and torch.cuda.is_available() and family(GPU) == 90), reason="no Hopper GPU"
+)
+
+
+class Laid(Case):
+    """A call whose tensors lie in memory as `lay` says."""
+
+    lay = "dense"
+
+    def fast(self, q, k, v, sinks=None):
+        if self.lay == "fused" and len(q) == len(k) and q.shape[2] == v.shape[2]:
+            q, k, v = torch.cat([q, k, v], 1).split([q.shape[1], k.shape[1], k.shape[1]], 1)
+        elif self.lay != "dense":  # rows of 16 bytes more, or of 6, which TMA cannot read
+            more = 3 if self.lay == "odd" else 8
+            q, k, v = (functional.pad(x, (0, more))[:, :, : x.shape[2]] for x in (q, k, v))
+        return super().fast(q, k, v, sinks)
+
+
+def kind_of(seed):
+    """What the kernels of a combination are compiled for, from `seed % KERNELS`; the rest is new every time."""
+    kind = random.Random(seed % KERNELS)
+    return kind, DIMS[seed % KERNELS % len(DIMS)], kind.choice([BF16, BF16, FP16, BF16, FP16, FP32])
 
 
 def drawn(seed):
     """A case of random documents, shapes and features."""
     draw = random.Random(seed)
-    # Which kernels are compiled follows from `seed % KERNELS`, the rest is new every time.
-    kind = random.Random(seed % KERNELS)
-    dims, dtype = DIMS[seed % KERNELS % len(DIMS)], kind.choice([BF16, BF16, FP16, FP32])
-    longest = draw.choice([1, 40, 300, 700])
-    lengths = [draw.choice([0, 1, draw.randint(1, longest), longest]) for _ in range(draw.randint(1, 6))]
+    kind, dims, dtype = kind_of(seed)
+    longest = draw.choice([1, 40, 40, 300, 300, 700, 700, 3000])
+    count = draw.randint(1, 2 if longest == 3000 else 6)
+    lengths = [draw.choice([0, 1, draw.randint(1, longest), longest]) for _ in range(count)]
     causal = kind.random() < 0.8
     options = {
         "causal": causal,
@@ -43,28 +79,30 @@ def drawn(seed):
         "scale": draw.choice([None, 0.05]),
         "sinks": kind.random() < 0.3,
         "lse": kind.random() < 0.5,
-        "heads": draw.choice([(1, 1), (4, 4), (6, 2), (8, 1)]),
+        "heads": draw.choice([(1, 1), (4, 4)] if kind.random() < 0.3 else [(6, 2), (8, 1), (4, 2)]),
         "dtype": dtype,
         "dims": dims,
     }
     settings = {"dims": dims, "dtype": dtype}
     queries = make_segments(lengths, options["window"], **settings)
     if draw.random() < 0.6:
-        return Case(queries, **options)
-    # A cache: as many keys before as you like, spans with room behind.
-    before = [draw.choice([0, 0, 5, 130]) for _ in lengths]
-    starts, place = [], 0
-    for length, more in zip(lengths, before, strict=True):
-        starts.append(place)
-        place += length + more + draw.choice([0, 3, 64])
-    queries = make_segments(lengths, options["window"], before, **settings)
-    counts = [length + more for length, more in zip(lengths, before, strict=True)]
-    return Case(queries, make_segments(counts, options["window"], None, starts, **settings), **options)
+        case = Laid(queries, **options)
+    else:  # A cache: as many keys before as you like, spans with room behind.
+        before = [draw.choice([0, 0, 5, 130]) for _ in lengths]
+        starts, place = [], 0
+        for length, more in zip(lengths, before, strict=True):
+            starts.append(place)
+            place += length + more + draw.choice([0, 3, 64])
+        queries = make_segments(lengths, options["window"], before, **settings)
+        counts = [length + more for length, more in zip(lengths, before, strict=True)]
+        case = Laid(queries, make_segments(counts, options["window"], None, starts, **settings), **options)
+    case.lay = draw.choice(["dense", "fused", "fused", "padded", "odd"])
+    return case
 
 
-@pytest.mark.parametrize("first", range(COMBINATIONS // TOGETHER))
-def test_combinations(first):
-    for seed in range(first, COMBINATIONS, COMBINATIONS // TOGETHER):
+@pytest.mark.parametrize("kernel", range(KERNELS))
+def test_combinations(kernel):
+    for seed in range(kernel, KERNELS * EACH, KERNELS):
         case = drawn(seed)
         try:
             case.check(eps=1e-5 if case.inputs[0].dtype == FP32 else 4e-3)
@@ -72,8 +110,21 @@ def test_combinations(first):
             raise AssertionError(f"combination {seed}: {error}") from error
 
 
+@on_hopper
+def test_enough_combinations_run_hoppers_kernels():
+    kinds = [kind_of(seed) for seed in range(KERNELS * EACH)]
+    assert sum(hopper.applies(*dims, dtype, GPU) for _, dims, dtype in kinds) >= 300
+
+
 @pytest.mark.parametrize(
-    ("dims", "window", "sinks"), [((128, 128), None, True), ((64, 64), 200, False), ((96, 96), 64, True)]
+    ("dims", "window", "sinks"),
+    [
+        ((128, 128), None, True),
+        ((64, 64), 200, False),
+        ((96, 96), 64, True),
+        ((192, 128), None, False),
+        ((256, 256), None, False),
+    ],
 )
 def test_the_same_bits_every_time(dims, window, sinks):
     queries = make_segments([700, 1, 0, 333, 512], window, dims=dims, dtype=BF16)
@@ -120,6 +171,51 @@ def test_every_tile_of_the_tables_runs_here():
                 patch.setattr(flash, "_tiles", lambda *_, tiles=tiles: tiles)
                 queries = make_segments([300, 1, 77], None, dims=(dim, dim), dtype=dtype)
                 Case(queries, dims=(dim, dim), dtype=dtype, heads=(4, 2)).check(eps=1e-3)
+
+
+@on_hopper
+def test_every_tile_of_hoppers_table_runs():
+    tiles = {hopper.forward_tile(*dims): dims for dims in itertools.product(range(8, 257, 8), repeat=2)}
+    assert len(tiles) > 2
+    for tile, dims in tiles.items():
+        for turns in (False, True):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(hopper, "forward_tile", lambda *_, tile=tile, turns=turns: tile._replace(turns=turns))
+                queries = make_segments([300, 1, 0, 577], None, dims=dims, dtype=BF16)
+                assert isinstance(flash._tiles(*dims, BF16, GPU).forward, hopper.Tile)
+                Case(queries, dims=dims, dtype=BF16, heads=(4, 2)).check(eps=1e-3)
+
+
+def test_keys_without_tokens():
+    """Not even memory."""
+    for sinks in (False, True):
+        queries = make_segments([5, 0, 70], None, dims=(64, 64), dtype=BF16)
+        keys = make_segments([0, 0, 0], None, starts=[0, 0, 0], tail=0, dims=(64, 64), dtype=BF16)
+        Case(queries, keys, dims=(64, 64), dtype=BF16, sinks=sinks, lse=True).check()
+
+
+def test_spare_columns_of_any_number():
+    queries = make_segments([40, 9], None, dims=(64, 64), dtype=BF16)
+    case = Case(queries, dims=(64, 64), dtype=BF16, heads=(4, 2))
+    expected = case.fast(*case.inputs)
+    for spare in (3, 8, 64):
+        out = attention(*case.inputs, queries, spare=spare)
+        assert out.flatten(1).stride() == (4 * 64 + spare, 1)
+        assert torch.equal(out, expected)
+
+
+def test_a_captured_call():
+    """It has a program for every row of the table, used or not."""
+    queries = make_segments([300, 0, 77], None, dims=(128, 128), dtype=BF16)
+    case = Case(queries, dims=(128, 128), dtype=BF16, heads=(4, 2))
+    with torch.no_grad():
+        expected = case.fast(*case.inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = case.fast(*case.inputs)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
 
 
 def test_anything_may_lie_between_documents_of_a_cache():

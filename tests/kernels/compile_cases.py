@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from gapless.batch import DropoutCounters, segments
+from gapless.kernels import runtime
 from gapless.kernels.activation import geglu, swiglu
 from gapless.kernels.adamw import Entry, TensorList, prepare
 from gapless.kernels.attention import attention, attention_tiles
@@ -216,6 +217,35 @@ case("flash.192")(lambda: flash(192, 128, causal=False))
 case("flash.256")(lambda: flash(256, 256))
 case("flash.values")(lambda: flash(128, 256))
 case("flash.float32")(lambda: flash(128, 128, torch.float32))
+
+
+def hopper(head_dim: int, v_head_dim: int, dtype: torch.dtype = torch.bfloat16, heads: int = 4, **options) -> None:
+    """The forward of Hopper alone; the cases above have it, too, and its backward."""
+    if runtime.architecture(torch.device("cpu")) == 90:
+        tiles = attention_tiles(head_dim, v_head_dim, [options.get("window")], dtype, "cpu")
+        q = tensor(64, heads, head_dim, dtype=dtype, grad=False)
+        k, v = (tensor(64, 2, dim, dtype=dtype, grad=False) for dim in (head_dim, v_head_dim))
+        attention(q, k, v, segments([40, 24], tiles=tiles), **options)
+
+
+FEATURES = {"window": 100, "softcap": 30.0}
+case("flash.hopper-features-64")(lambda: hopper(64, 64, sinks=torch.zeros(4), **FEATURES))
+case("flash.hopper-features-96")(lambda: hopper(96, 96, sinks=torch.zeros(4), **FEATURES))
+case("flash.hopper-features-256")(lambda: hopper(256, 256, sinks=torch.zeros(4), **FEATURES))
+case("flash.hopper-softcap")(lambda: hopper(128, 128, softcap=50.0))
+case("flash.hopper-sinks")(lambda: hopper(64, 64, sinks=torch.zeros(4), window=128))
+case("flash.hopper-window")(lambda: hopper(128, 128, window=4096))
+case("flash.hopper-full")(lambda: hopper(128, 128, causal=False))
+case("flash.hopper-full-72")(lambda: hopper(72, 72, causal=False))
+case("flash.hopper-fp16")(lambda: hopper(64, 64, torch.float16, heads=2))
+case("flash.hopper-fp16-192")(lambda: hopper(192, 128, torch.float16))
+case("flash.hopper-80")(lambda: hopper(80, 80))
+case("flash.hopper-160")(lambda: hopper(160, 160))
+case("flash.hopper-192")(lambda: hopper(192, 192))
+# The most shared memory.
+case("flash.hopper-256-192")(lambda: hopper(256, 192))
+case("flash.hopper-192-256")(lambda: hopper(192, 256, window=100))
+case("flash.hopper-8")(lambda: hopper(8, 8))
 
 
 def optimizer_step(

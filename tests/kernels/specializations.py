@@ -1,6 +1,6 @@
 """Count how often kernels would be compiled for batches and layers of several kinds: a script, without an interpreter.
 
-    python specializations.py [attention | lora]
+    python specializations.py [attention | hopper | lora]
 
 Prints a line of JSON: of each kernel, the number of keys of Triton's cache. Nothing is compiled.
 """
@@ -59,9 +59,14 @@ def main() -> None:
         return True  # which leaves out the compilation, and the launch
 
     knobs.runtime.jit_cache_hook = note
-    driver.set_active(CompilingDriver(90))
-    with runtime.forced("triton", 90):
-        {"attention": of_attention, "lora": of_lora}[(sys.argv[1:] or ["attention"])[0]]()
+    operation, architecture = {
+        "attention": (of_attention, 80),
+        "hopper": (of_attention, 90),
+        "lora": (of_lora, 90),
+    }[(sys.argv[1:] or ["attention"])[0]]
+    driver.set_active(CompilingDriver(architecture))
+    with runtime.forced("triton", architecture):
+        operation()
     print(json.dumps({name: len(found) for name, found in keys.items()}))
 
 

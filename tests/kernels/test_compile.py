@@ -30,6 +30,12 @@ STACK: dict[str, tuple[int, str]] = {
     "skinny._project_kernel": (16, "on sm_100 and sm_120 with Triton 3.9: ptxas trades four registers for a block"),
     "attention.flash_forward.flash_forward": (72, "output, scores and weights fill the registers"),
     "flash.256 attention.flash_forward.flash_forward": (128, "the same, of 256 features"),
+    "flash.64 attention.hopper_forward.hopper_forward": (
+        16,
+        "with Triton 3.6 alone: three consumers have 160 registers",
+    ),
+    "flash.hopper-fp16 attention.hopper_forward.hopper_forward": (16, "likewise"),
+    "flash.hopper-features-64 attention.hopper_forward.hopper_forward": (176, "likewise, with Triton 3.9 alone"),
     "attention.flash_backward.flash_keys": (136, "two gradients and two products fill the registers"),
     "flash.64 attention.flash_backward.flash_keys": (160, "tiles of 64 x 64 without wgmma have operands there, too"),
     "attention.flash_backward.flash_delta": (24, "on sm_100 with Triton 3.6 alone"),

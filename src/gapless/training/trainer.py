@@ -32,6 +32,7 @@ from gapless.data.loader import TrainStep
 from gapless.data.store import TokenStore
 from gapless.data.tokenizer import Tokenizer
 from gapless.inference.load import pick_device
+from gapless.kernels.gluon import hopper_note
 from gapless.kernels.runtime import reference_note
 from gapless.models.decoder import Decoder
 from gapless.parallel import check_layout
@@ -303,7 +304,7 @@ class Trainer:
         if self._world.size > 1:
             where = f"{self._world.size} ranks ({self._mesh}) on {where}"
         self._display.message(f"training {trained:,} parameters for {self.total_steps} steps on {where}")
-        for note in (setup.length_note(self.config), reference_note(self.device)):
+        for note in (setup.length_note(self.config), reference_note(self.device), hopper_note(self.device)):
             if note:
                 self._display.message(note)
         if checkpoint:

@@ -1,8 +1,9 @@
-"""Varlen attention in Triton for every GPU from compute capability 8.0 on (Dao 2023, "FlashAttention-2").
+"""Varlen attention for every GPU from compute capability 8.0 on (Dao 2023, "FlashAttention-2").
 
 Work is handed out by the tile tables of `Segments`: one program per tile of queries (or keys) and head, longest first.
 A program reads its document's place in both streams from the device, so the same tables serve caches, windows and full
 attention. No atomics; the gradients of keys and values and those of queries come from two kernels (flash_backward).
+Kernels are in Triton; Hopper has a forward of its own where `hopper.applies`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from gapless.batch import POSITIONS, Segments, TileSpec
+from gapless.kernels import gluon
+from gapless.kernels.attention import hopper
 from gapless.kernels.attention.flash_backward import flash_delta, flash_keys, flash_queries
 from gapless.kernels.attention.flash_forward import flash_forward
+from gapless.kernels.attention.reference import with_spare
 from gapless.kernels.runtime import (
     cache_bytes,
     cdiv,
@@ -45,9 +49,9 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of the three kernels: forward, gradient of queries, gradient of keys and values."""
+    """Of the three kernels: forward (in Triton, or Hopper's own), gradient of queries, gradient of keys and values."""
 
-    forward: Tile
+    forward: Tile | hopper.Tile
     queries: Tile
     keys: Tile
 
@@ -81,7 +85,10 @@ _TABLES = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _BLACKWELL, 12
 
 def _tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     table = _FLOAT32 if dtype == torch.float32 else _TABLES[family(device)]
-    return table[max(64, next_power_of_2(max(head_dim, v_head_dim)))]
+    tiles = table[max(64, next_power_of_2(max(head_dim, v_head_dim)))]
+    if hopper.applies(head_dim, v_head_dim, dtype, device):
+        return tiles._replace(forward=hopper.forward_tile(head_dim, v_head_dim))
+    return tiles
 
 
 def attention_tiles(
@@ -224,11 +231,15 @@ def flash_attention(
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     sinks = None if sinks is None else sinks.contiguous()
     tiles = _tiles(q.shape[2], v.shape[2], q.dtype, q.device)
+    room = spare
+    if isinstance(tiles.forward, hopper.Tile):
+        q, k, v = (gluon.aligned(x) for x in (q, k, v))
+        room = spare if spare % 8 == 0 else 0  # rows of the output are multiples of 16 bytes
     call = _Call(q_segments, k_segments, window, softcap, scale, causal, tiles)
     if torch.is_grad_enabled():
         call.require_tables(queries=q.requires_grad, keys=k.requires_grad or v.requires_grad)
-    out, lse = _Flash.apply(q, k, v, sinks, call, need_lse, spare)
-    return out, lse
+    out, lse = _Flash.apply(q, k, v, sinks, call, need_lse, room)
+    return with_spare(out, spare - room), lse
 
 
 def supports(q: torch.Tensor, v: torch.Tensor, scale: float) -> bool:
@@ -266,27 +277,7 @@ class _Flash(torch.autograd.Function):
         if call.q_segments.has_gaps:  # the tables know the tail alone
             out.zero_()
             lse.fill_(-torch.inf)
-        tile, spec = call.tiles.forward, _specs(call.tiles, call.window)[0]
-        tables = call.q_segments.tile_tables(spec)
-        groups = heads // k.shape[1]
-        strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
-        launch(
-            flash_forward,
-            _grid(tables.forward, tables.forward_used, heads, groups, (k, v)),
-            q.device,
-            *(q, k, v, q if sinks is None else sinks, out, lse, tables.forward),
-            *call.documents(),
-            *call.numbers(),
-            *(tokens, groups),
-            *strides,
-            **_padded(q, v),
-            **call.constants(),
-            SINKS=sinks is not None,
-            BM=tile.queries,
-            BN=tile.keys,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        _forward(call, q, k, v, sinks, out, lse)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -307,6 +298,43 @@ class _Flash(torch.autograd.Function):
         grad_k, grad_v = _keys_backward(ctx.call, *saved) if needs_k or needs_v else (None, None)
         grad_q = _queries_backward(ctx.call, *saved) if needs_q else None
         return grad_q, grad_k, grad_v, grad_sinks, None, None, None
+
+
+def _forward(
+    call: _Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    tokens, heads, _ = q.shape
+    tile, spec = call.tiles.forward, _specs(call.tiles, call.window)[0]
+    tables = call.q_segments.tile_tables(spec)
+    groups = heads // k.shape[1]
+    grid = _grid(tables.forward, tables.forward_used, heads, groups, (k, v))
+    if isinstance(tile, hopper.Tile):
+        given = (sinks, lse, tables.forward, call.documents(), call.numbers(), tile)
+        hopper.launch_forward(grid, (q, k, v, out), *given, **call.constants())
+        return
+    launch(
+        flash_forward,
+        grid,
+        q.device,
+        *(q, k, v, q if sinks is None else sinks, out, lse, tables.forward),
+        *call.documents(),
+        *call.numbers(),
+        *(tokens, groups),
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2]),
+        **_padded(q, v),
+        **call.constants(),
+        SINKS=sinks is not None,
+        BM=tile.queries,
+        BN=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
 
 
 def _delta(

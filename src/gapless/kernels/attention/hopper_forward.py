@@ -1,0 +1,454 @@
+"""Attention's forward for Hopper in Gluon (Shah et al. 2024, "FlashAttention-3", for 16-bit tensors).
+
+A program has one warp that feeds it, the producer, and two or three groups of four warps with 64 queries each, the
+consumers. The producer copies tiles of keys and values by TMA into rings in shared memory, from the last that the
+queries see to the first. A consumer starts the scores of a tile, then the weighted values of the tile before, and finds
+the softmax of the first while the matrix units do the second. With turns, one consumer's products run during the
+softmax of another.
+
+Head dims are cut in two chunks of powers of two, 96 = 64 + 32, each with descriptors, shared memory and accumulators of
+its own, so that none is padded to the next power. Documents end in hardware: see `gluon.ragged_descriptor`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, capped, places, visible
+from gapless.kernels.gluon import (
+    constant,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    gluon_jit,
+    mbarrier,
+    named_barrier_arrive,
+    named_barrier_wait,
+    ragged_place,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for."""
+
+    BM: int
+    """Queries of a consumer; its four warps have 16 each."""
+    BN: int
+    """Keys of a tile."""
+    CONSUMERS: int
+    STAGES: int
+    """Tiles of keys, and of values, in shared memory."""
+    TURNS: bool
+    """Whether consumers take turns at the matrix units."""
+    D0: int
+    """Columns of queries and keys in the first chunk, and in the second, 0 if there is none."""
+    D1: int
+    V0: int
+    """Likewise of values."""
+    V1: int
+    CAUSAL: bool
+    WINDOW: bool
+    SOFTCAP: bool
+    SINKS: bool
+    REGISTERS: int
+    """Of a consumer's thread; the first consumer gets what is left."""
+    FEW_REGISTERS: int
+    """Of a producer's thread."""
+
+
+_INF = constant(float("inf"))
+_LOG2_E = constant(1.4426950408889634)
+_FIRST_BARRIER = constant(9)
+
+
+@constexpr_function
+def _accumulator(columns):
+    """Layout of a consumer's product: 16 rows a warp."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@constexpr_function
+def _shared(rows, columns, dtype):
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+
+
+# ---- shared memory ----
+
+
+@gluon_jit
+def _tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, C0: gl.constexpr, C1: gl.constexpr):
+    """Room for COUNT tiles in two chunks; the first stands in for a second of no columns."""
+    first = gl.allocate_shared_memory(dtype, [COUNT, ROWS, C0], _shared(ROWS, C0, dtype))
+    second = gl.allocate_shared_memory(dtype, [COUNT, ROWS, C1], _shared(ROWS, C1, dtype)) if C1 > 0 else first
+    return first, second
+
+
+@gluon_jit
+def _at(tiles, index):
+    """Both chunks of a tile."""
+    return tiles[0].index(index), tiles[1].index(index)
+
+
+@gluon_jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that open when ARRIVALS have come, and as many bytes as are expected."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(index), ARRIVALS)
+    return barriers
+
+
+# ---- the producer ----
+
+
+@gluon_jit
+def _load_chunk(desc, start, count, row, head, column, barrier, room):
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = desc.block_type.shape[4]
+    place = ragged_place(start, count, row, head, column)
+    tma_load(desc, place, barrier, room.reshape([1, 1, ROWS, 1, COLUMNS]))
+
+
+@gluon_jit
+def _load(descs, document, row, head, barrier, room, SECOND: gl.constexpr):
+    """Start to copy a tile of a document's rows: zeros beyond its end."""
+    start, count = document
+    COLUMNS: gl.constexpr = descs[0].block_type.shape[4]
+    if SECOND > 0:
+        mbarrier.expect(barrier, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
+        _load_chunk(descs[0], start, count, row, head, 0, barrier, room[0])
+        _load_chunk(descs[1], start, count, row, head, COLUMNS, barrier, room[1])
+    else:
+        mbarrier.expect(barrier, descs[0].block_type.nbytes)
+        _load_chunk(descs[0], start, count, row, head, 0, barrier, room[0])
+
+
+@gluon_jit
+def _produce(fed, F: gl.constexpr):
+    """Feed the consumers: their queries, and tiles of keys and values from the last to the first."""
+    descs, rooms, barriers, queries, keys, row, heads, tiles = fed
+    q_descs, k_descs, v_descs = descs
+    q, k, v = rooms
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    head, kv_head = heads
+    low, high = tiles
+    CONSUMERS: gl.constexpr = F.CONSUMERS
+    for consumer in gl.static_range(CONSUMERS):
+        _load(q_descs, queries, row + consumer * F.BM, head, q_full.index(consumer), _at(q, consumer), F.D1)
+    for n in range(0, high - low):
+        slot = n % F.STAGES
+        # The first round finds all slots empty: the phase before the first counts as over.
+        phase = (n // F.STAGES & 1) ^ 1
+        key = (high - 1 - n) * F.BN
+        mbarrier.wait(k_empty.index(slot), phase)
+        _load(k_descs, keys, key, kv_head, k_full.index(slot), _at(k, slot), F.D1)
+        mbarrier.wait(v_empty.index(slot), phase)
+        _load(v_descs, keys, key, kv_head, v_full.index(slot), _at(v, slot), F.V1)
+
+
+# ---- the consumers ----
+
+
+@gluon_jit
+def _wait_for_turn(CONSUMER: gl.constexpr, F: gl.constexpr):
+    if F.TURNS:
+        named_barrier_wait(_FIRST_BARRIER + CONSUMER, 256)
+
+
+@gluon_jit
+def _give_turn(CONSUMER: gl.constexpr, F: gl.constexpr):
+    """To the next consumer; two groups of 128 threads meet at a barrier."""
+    if F.TURNS:
+        named_barrier_arrive(_FIRST_BARRIER + (CONSUMER + 1) % F.CONSUMERS, 256)
+
+
+@gluon_jit
+def _start_scores(q, k, F: gl.constexpr):
+    zeros = gl.full([F.BM, F.BN], 0.0, gl.float32, _accumulator(F.BN))
+    scores = warpgroup_mma(q[0], k[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if F.D1 > 0:
+        scores = warpgroup_mma(q[1], k[1].permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon_jit
+def _start_values(weights, v, out0, out1, F: gl.constexpr):
+    out0 = warpgroup_mma(weights, v[0], out0, is_async=True)
+    if F.V1 > 0:
+        out1 = warpgroup_mma(weights, v[1], out1, is_async=True)
+    return out0, out1
+
+
+@gluon_jit
+def _wait_for_values(weights, out0, out1, F: gl.constexpr):
+    """Until then the matrix units read the weights, too, whose registers must stay as they are."""
+    if F.V1 > 0:
+        out0, out1, _ = warpgroup_mma_wait(0, deps=[out0, out1, weights])
+    else:
+        out0, _ = warpgroup_mma_wait(0, deps=[out0, weights])
+    return out0, out1
+
+
+@gluon_jit
+def _times(out0, out1, factor, F: gl.constexpr):
+    """Rows times a factor each."""
+    out0 = out0 * gl.convert_layout(factor, gl.SliceLayout(1, _accumulator(F.V0)))[:, None]
+    if F.V1 > 0:
+        out1 = out1 * gl.convert_layout(factor, gl.SliceLayout(1, _accumulator(F.V1)))[:, None]
+    return out0, out1
+
+
+@gluon_jit
+def _softmax(scores, top, total, tile, query, key_count, settings, MASKED: gl.constexpr, F: gl.constexpr):
+    """Weights of a tile of keys, row maxima and sums with it, and what the sums before shrink by.
+
+    In units of log2 e. The maximum is that of the scores seen so far, this tile's included, so no weight exceeds 1 by
+    more than the rounding of its exponent, 2^-24 |maximum|: even fp16 holds those of scores up to 2^27.
+    """
+    scale2, softcap, window = settings
+    if F.SOFTCAP:
+        scores, _ = capped(scores, scale2, softcap, True)
+        factor = 1.0
+    else:
+        factor = scale2
+    if MASKED:
+        key = tile * F.BN + gl.arange(0, F.BN, layout=gl.SliceLayout(0, _accumulator(F.BN)))
+        seen = visible(query[:, None], key[None, :], key_count, window, F.CAUSAL, F.WINDOW)
+        scores = gl.where(seen, scores, -_INF)
+    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
+    # A row that has seen no key yet keeps -inf, and subtracts 0 instead, which gives weights of 0.
+    base = gl.where(new_top == -_INF, 0.0, new_top) if MASKED else new_top
+    weights = gl.exp2(scores * factor - base[:, None])
+    shrink = gl.exp2(top - base)
+    return weights, new_top, total * shrink + gl.sum(weights, 1), shrink
+
+
+@gluon_jit
+def _as_operand(weights, dtype: gl.constexpr, F: gl.constexpr):
+    """Weights as the left factor of values, which comes from registers."""
+    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, _accumulator(F.V0), 2))
+
+
+@gluon_jit
+def _step(
+    state, n, high, q, rooms, barriers, query, key_count, settings,
+    CONSUMER: gl.constexpr, MASKED: gl.constexpr, F: gl.constexpr,
+):  # fmt: skip
+    """Scores and weights of the n-th tile, beside the weighted values of the one before."""
+    out0, out1, top, total, weights = state
+    k, v = rooms
+    k_full, k_empty, v_full, v_empty = barriers
+    slot = n % F.STAGES
+    before = (n - 1) % F.STAGES
+    mbarrier.wait(k_full.index(slot), n // F.STAGES & 1)
+    _wait_for_turn(CONSUMER, F)
+    scores = _start_scores(q, _at(k, slot), F)
+    mbarrier.wait(v_full.index(before), (n - 1) // F.STAGES & 1)
+    out0, out1 = _start_values(weights, _at(v, before), out0, out1, F)
+    _give_turn(CONSUMER, F)
+    scores = warpgroup_mma_wait(2 if F.V1 > 0 else 1, deps=[scores])
+    mbarrier.arrive(k_empty.index(slot))
+    tile = high - 1 - n
+    new_weights, top, total, shrink = _softmax(scores, top, total, tile, query, key_count, settings, MASKED, F)
+    out0, out1 = _wait_for_values(weights, out0, out1, F)
+    mbarrier.arrive(v_empty.index(before))
+    out0, out1 = _times(out0, out1, shrink, F)
+    return out0, out1, top, total, _as_operand(new_weights, k[0].dtype, F)
+
+
+@gluon_jit
+def _attend(q, rooms, barriers, query, key_count, tiles, settings, CONSUMER: gl.constexpr, F: gl.constexpr):
+    """Output before the division, row maxima and sums."""
+    low, full_low, full_high, high = tiles
+    k, v = rooms
+    k_full, k_empty, v_full, v_empty = barriers
+    row_layout: gl.constexpr = gl.SliceLayout(1, _accumulator(F.BN))
+    out0 = gl.full([F.BM, F.V0], 0.0, gl.float32, _accumulator(F.V0))
+    out1 = gl.full([F.BM, F.V1 if F.V1 > 0 else 16], 0.0, gl.float32, _accumulator(F.V1 if F.V1 > 0 else 16))
+    top = gl.full([F.BM], -_INF, gl.float32, row_layout)
+    total = gl.full([F.BM], 0.0, gl.float32, row_layout)
+    mbarrier.wait(k_full.index(0), 0)
+    _wait_for_turn(CONSUMER, F)
+    scores = _start_scores(q, _at(k, 0), F)
+    _give_turn(CONSUMER, F)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(0))
+    weights, top, total, _ = _softmax(scores, top, total, high - 1, query, key_count, settings, True, F)
+    state = (out0, out1, top, total, _as_operand(weights, k[0].dtype, F))
+    # Masks are for the last tiles, which end in the middle, and for the first that a window reaches.
+    for n in range(1, high - full_high):
+        state = _step(state, n, high, q, rooms, barriers, query, key_count, settings, CONSUMER, True, F)
+    for n in range(gl.maximum(high - full_high, 1), high - full_low):
+        state = _step(state, n, high, q, rooms, barriers, query, key_count, settings, CONSUMER, False, F)
+    if F.WINDOW:
+        for n in range(gl.maximum(high - full_low, 1), high - low):
+            state = _step(state, n, high, q, rooms, barriers, query, key_count, settings, CONSUMER, True, F)
+    out0, out1, top, total, weights = state
+    last = high - low - 1
+    slot = last % F.STAGES
+    mbarrier.wait(v_full.index(slot), last // F.STAGES & 1)
+    out0, out1 = _start_values(weights, _at(v, slot), out0, out1, F)
+    out0, out1 = _wait_for_values(weights, out0, out1, F)
+    return out0, out1, top, total
+
+
+@gluon_jit
+def _store(descs, room, document, row, head, F: gl.constexpr):
+    """Write a consumer's rows, those beyond the document left out."""
+    start, count = document
+    fence_async_shared()
+    tma_store(descs[0], ragged_place(start, count, row, head, 0), room[0].reshape([1, 1, F.BM, 1, F.V0]))
+    if F.V1 > 0:
+        tma_store(descs[1], ragged_place(start, count, row, head, F.V0), room[1].reshape([1, 1, F.BM, 1, F.V1]))
+    tma_store_wait(0)
+
+
+@gluon_jit
+def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
+    """Attend from the consumer's queries, and write what they get."""
+    descs, lse, sink, rooms, barriers, queries, key_count, row, shift, head, tiles, settings = taken
+    q, k, v, out = rooms
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    start, count = queries
+    row += CONSUMER * F.BM
+    rows = row + gl.arange(0, F.BM, layout=gl.SliceLayout(1, _accumulator(F.BN)))
+    if CONSUMER == F.CONSUMERS - 1:
+        _give_turn(CONSUMER, F)  # the first starts
+    mbarrier.wait(q_full.index(CONSUMER), 0)
+    out0, out1, top, total = _attend(
+        _at(q, CONSUMER), (k, v), (k_full, k_empty, v_full, v_empty), rows + shift, key_count,
+        tiles, settings, CONSUMER, F,
+    )  # fmt: skip
+    if CONSUMER == 0:
+        _wait_for_turn(CONSUMER, F)  # which the last gave, so that none is left over
+    if F.SINKS:
+        extra = sink * _LOG2_E
+        new_top = gl.maximum(top, extra)
+        shrink = gl.exp2(top - new_top)
+        total = total * shrink + gl.exp2(extra - new_top)
+        out0, out1 = _times(out0, out1, shrink, F)
+        top = new_top
+    out0, out1 = _times(out0, out1, gl.where(total > 0, 1.0 / total, 0.0), F)
+    # log2(0) is -inf: a row that sees nothing.
+    gl.store(lse + start + rows, top + gl.log2(total), mask=rows < count)
+    room = _at(out, CONSUMER)
+    room[0].store(out0.to(k[0].dtype))
+    if F.V1 > 0:
+        room[1].store(out1.to(k[0].dtype))
+    _store(descs, room, queries, row, head, F)
+
+
+# ---- the kernel ----
+
+
+@gluon_jit
+def _tile_ranges(row, query_count, key_count, shift, window, F: gl.constexpr):
+    """Tiles of keys that a program's queries see, at least one: masked from low, then full, masked again up to high."""
+    first = row + shift
+    last = gl.minimum(row + F.CONSUMERS * F.BM, query_count) - 1 + shift
+    key_high = key_count
+    seen_by_all = key_count
+    key_low = 0
+    unseen_by_some = 0
+    if F.CAUSAL:
+        key_high = gl.minimum(key_count, last + 1)
+        seen_by_all = gl.minimum(key_count, first + 1)
+    if F.WINDOW:
+        key_low = gl.maximum(first - window + 1, 0)
+        unseen_by_some = gl.maximum(last - window + 1, 0)
+    low = key_low // F.BN
+    high = gl.maximum(gl.cdiv(gl.maximum(key_high, 0), F.BN), low + 1)
+    full_high = gl.maximum(gl.minimum(gl.maximum(seen_by_all, 0) // F.BN, high), low)
+    full_low = gl.minimum(gl.maximum(gl.cdiv(unseen_by_some, F.BN), low), full_high)
+    return low, full_low, full_high, high
+
+
+@gluon_jit
+def _clear(descs, lse, begin, tokens, head, F: gl.constexpr):
+    """Zeros from token `begin` on, up to the end of the stream, and an LSE of -inf."""
+    dtype: gl.constexpr = descs[0].dtype
+    room = _at(_tiles(dtype, 1, F.BM, F.V0, F.V1), 0)
+    room[0].store(gl.full([F.BM, F.V0], 0.0, dtype, _accumulator(F.V0)))
+    if F.V1 > 0:
+        room[1].store(gl.full([F.BM, F.V1], 0.0, dtype, _accumulator(F.V1)))
+    row_layout: gl.constexpr = gl.SliceLayout(1, _accumulator(F.V0))
+    CONSUMERS: gl.constexpr = F.CONSUMERS
+    for consumer in gl.static_range(CONSUMERS):
+        row = begin + consumer * F.BM
+        _store(descs, room, (0, tokens), row, head, F)
+        rows = row + gl.arange(0, F.BM, layout=row_layout)
+        gl.store(lse + rows, gl.full([F.BM], -_INF, gl.float32, row_layout), mask=rows < tokens)
+
+
+@gluon_jit
+def _attend_tile(
+    q_descs, k_descs, v_descs, out_descs, lse, sink, queries, keys, row, shift, heads, settings, F: gl.constexpr
+):
+    """Set up shared memory, and let the warps go their ways."""
+    dtype: gl.constexpr = q_descs[0].dtype
+    q = _tiles(dtype, F.CONSUMERS, F.BM, F.D0, F.D1)
+    k = _tiles(dtype, F.STAGES, F.BN, F.D0, F.D1)
+    v = _tiles(dtype, F.STAGES, F.BN, F.V0, F.V1)
+    # Outputs take the place of the queries where they fit: a consumer is done with these when it has those.
+    alike: gl.constexpr = F.V0 == F.D0 and (F.V1 == F.D1 or F.V1 == 0)
+    out = q if alike else _tiles(dtype, F.CONSUMERS, F.BM, F.V0, F.V1)
+    full_q = _barriers(F.CONSUMERS, 1)
+    full_k = _barriers(F.STAGES, 1)
+    empty_k = _barriers(F.STAGES, F.CONSUMERS)
+    full_v = _barriers(F.STAGES, 1)
+    empty_v = _barriers(F.STAGES, F.CONSUMERS)
+    barriers = (full_q, full_k, empty_k, full_v, empty_v)
+    tiles = _tile_ranges(row, queries[1], keys[1], shift, settings[2], F)
+    taken = (out_descs, lse, sink, (q, k, v, out), barriers, queries, keys[1], row, shift, heads[0], tiles, settings)
+    fed = ((q_descs, k_descs, v_descs), (q, k, v), barriers, queries, keys, row, heads, (tiles[0], tiles[3]))
+    if F.CONSUMERS == 2:
+        gl.warp_specialize(
+            [(_consume, (0, taken, F)), (_consume, (1, taken, F)), (_produce, (fed, F))],
+            [4, 1],
+            [F.REGISTERS, F.FEW_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [(_consume, (0, taken, F)), (_consume, (1, taken, F)), (_consume, (2, taken, F)), (_produce, (fed, F))],
+            [4, 4, 1],
+            [F.REGISTERS, F.REGISTERS, F.FEW_REGISTERS],
+        )
+
+
+@gluon_jit(do_not_specialize=PER_BATCH)
+def hopper_forward(
+    q0, q1, k0, k1, v0, v1, out0, out1, sinks, lse, table, q_start, q_used, q_offset, k_start, k_used, k_offset,
+    scale2, softcap, window, tokens, groups, F: gl.constexpr,
+):  # fmt: skip
+    """A tile of the forward table for one head, as `flash_forward` has it; tiles of the tail are cleared.
+
+    Programs are (head of a section, row of the table, section). Descriptors are of [T, heads, D or V], for the two
+    chunks of columns; None where there is no second.
+    """
+    head = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+    document = gl.load(table + 2 * gl.program_id(1))
+    begin = gl.load(table + 2 * gl.program_id(1) + 1)
+    lse += head.to(gl.int64) * tokens
+    if F.D1 == 0:
+        q1, k1 = q0, k0
+    if F.V1 == 0:
+        v1, out1 = v0, out0
+    if document >= 0:
+        start, query_count, key_start, key_count, shift = places(
+            document, q_start, q_used, q_offset, k_start, k_used, k_offset
+        )
+        queries, keys = (start, query_count), (key_start, key_count)
+        sink = 0.0
+        if F.SINKS:
+            sink = gl.load(sinks + head).to(gl.float32)
+        _attend_tile(
+            (q0, q1), (k0, k1), (v0, v1), (out0, out1), lse, sink, queries, keys, begin - start, shift,
+            (head, head // groups), (scale2, softcap, window), F,
+        )  # fmt: skip
+    elif document == TAIL:
+        _clear((out0, out1), lse, begin, tokens, head, F)

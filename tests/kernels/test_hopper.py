@@ -1,0 +1,138 @@
+"""The host's side of attention on Hopper. Its kernels run on a GPU alone (tests/gpu), and compile (test_compile)."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gapless.kernels import gluon, runtime
+from gapless.kernels.attention import attention_tiles, flash, hopper
+from gapless.kernels.runtime import SHARED_MEMORY, forced
+from kernels.attention_cases import BF16, FP16, FP32
+
+GPU = torch.device("cuda")
+needs_gluon = pytest.mark.skipif(not gluon.FITS, reason="needs Gluon")
+DIMS = range(8, 257, 8)
+
+
+@pytest.fixture
+def chip(monkeypatch):
+    """Pretend that devices are of a compute capability."""
+
+    def pretend(architecture):
+        monkeypatch.setattr(runtime, "_properties", lambda _: (architecture, 132, 50 << 20))
+        monkeypatch.setattr(runtime, "_forced", runtime._Forced())
+
+    return pretend
+
+
+@needs_gluon
+def test_when_they_run(chip, monkeypatch):
+    chip(90)
+    assert all(hopper.applies(d, v, BF16, GPU) for d, v in itertools.product(DIMS, DIMS))
+    assert hopper.applies(64, 64, FP16, GPU)
+    assert not hopper.applies(64, 64, FP32, GPU)
+    assert not any(hopper.applies(d, v, BF16, GPU) for d, v in [(68, 64), (64, 60), (264, 64), (64, 264)])
+    assert isinstance(flash._tiles(64, 64, BF16, GPU).forward, hopper.Tile)
+    monkeypatch.setattr(gluon, "FITS", False)
+    assert not hopper.applies(64, 64, BF16, GPU)
+    assert isinstance(flash._tiles(64, 64, BF16, GPU).forward, flash.Tile)
+    monkeypatch.setattr(gluon, "FITS", True)
+    chip(100)
+    assert not hopper.applies(64, 64, BF16, GPU)
+
+
+@needs_gluon
+def test_their_tables_are_declared():
+    with forced("triton", 90):
+        specs = attention_tiles(64, 64, [None], BF16, "cpu")
+    assert hopper.forward_tile(64, 64).queries in {spec.query_tile for spec in specs}
+
+
+def test_a_gluon_that_does_not_fit_is_told(chip, monkeypatch):
+    chip(90)
+    monkeypatch.setattr(gluon, "FITS", True)
+    assert gluon.hopper_note(GPU) is None
+    monkeypatch.setattr(gluon, "FITS", False)
+    if runtime.triton is not None:
+        assert f"the Gluon of Triton 3.6 to 3.9, which Triton {runtime.triton.__version__} lacks" in str(
+            gluon.hopper_note(GPU)
+        )
+    assert gluon.hopper_note(torch.device("cpu")) is None
+    with forced("reference"):
+        assert gluon.hopper_note(GPU) is None
+    chip(80)
+    assert gluon.hopper_note(GPU) is None
+
+
+@pytest.mark.parametrize("missing", ["triton", "triton.experimental.gluon"])
+def test_nothing_is_needed_to_import_them(missing):
+    script = f"""
+import sys
+sys.modules[{missing!r}] = None
+from gapless.kernels import gluon
+from gapless.kernels.attention import hopper
+assert not gluon.FITS
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_chunks(dim):
+    first, second = hopper.chunks(dim)
+    assert all(size in (16, 32, 64, 128, 256) for size in (first, second) if size)
+    assert second < first
+    assert dim <= first + second < max(1.34 * dim, 17)
+
+
+def test_all_fit_shared_memory():
+    """As the kernel allocates it; barriers and what Triton keeps for itself are below 1 KiB."""
+    for d, v in itertools.product(DIMS, DIMS):
+        tile, (d0, d1), (v0, v1) = hopper.forward_tile(d, v), hopper.chunks(d), hopper.chunks(v)
+        rows = tile.stages * tile.keys
+        alike = v0 == d0 and v1 in (d1, 0)
+        elements = tile.queries * (d0 + d1 + (0 if alike else v0 + v1)) + rows * (d0 + d1 + v0 + v1)
+        assert 2 * elements + 1024 <= SHARED_MEMORY[90], (d, v)
+
+
+@needs_gluon
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_ragged_descriptors(dtype):
+    """Addresses as hardware forms them, from sizes, steps and places, modulo 2^64."""
+    fused = torch.empty(1000, 6, 48, dtype=dtype)
+    x = fused[:, 2:5]
+    descriptor = gluon.ragged_descriptor(x, 64, 32)
+    steps = [step * x.element_size() for step in descriptor.strides]
+    assert all(0 < step < 2**40 and step % 16 == 0 for step in steps[:-1])
+    assert all(0 < size < 2**31 for size in descriptor.shape)
+    for (start, count), row, head, column in itertools.product(
+        [(0, 1000), (0, 0), (7, 1), (700, 300)], [0, 1, 63, 299, 640, 999, 1063], [0, 2, 3], [0, 32, 48]
+    ):
+        place = (gluon.ROWS, start + count, gluon.ROWS - count + row, head, column)
+        assert all(0 <= index < 2**31 for index in place)
+        there = all(index < size for index, size in zip(place, descriptor.shape, strict=True))
+        assert there == (row < count and head < 3 and column < 48)
+        if there:
+            offset = sum(index * step for index, step in zip(place, steps, strict=True)) % 2**64
+            assert offset == x[start + row, head, column].data_ptr() - x.data_ptr()
+
+
+def test_alignment():
+    fused = torch.zeros(10, 6, 64, dtype=BF16)
+    for x in (fused, fused[3:, 2:5], fused[:, :, 8:40], fused[::2]):
+        assert gluon.aligned(x) is x
+    odd = [
+        torch.zeros(10 * 6 * 64 + 4, dtype=BF16)[4:].view(10, 6, 64),
+        torch.zeros(10, 6, 68, dtype=BF16)[:, :, :64],
+        torch.zeros(10, 6 * 64 + 4, dtype=BF16)[:, :-4].view(10, 6, 64),
+        fused[:, :1].expand(-1, 6, -1),
+        fused[:1].expand(10, -1, -1),
+        fused[:8].permute(2, 1, 0),
+    ]
+    for x in odd:
+        copy = gluon.aligned(x)
+        assert not gluon.is_aligned(x)
+        assert gluon.is_aligned(copy)
+        assert torch.equal(copy, x)
