@@ -35,6 +35,7 @@ STACK: dict[str, tuple[int, str]] = {
         "with Triton 3.6 alone: three consumers have 160 registers",
     ),
     "flash.hopper-fp16 attention.hopper_forward.hopper_forward": (16, "likewise"),
+    "flash.hopper-sinks attention.hopper_forward.hopper_forward": (32, "likewise, with Triton 3.9 alone"),
     "flash.hopper-features-64 attention.hopper_forward.hopper_forward": (176, "likewise, with Triton 3.9 alone"),
     "attention.flash_backward.flash_keys": (136, "two gradients and two products fill the registers"),
     "flash.64 attention.flash_backward.flash_keys": (160, "tiles of 64 x 64 without wgmma have operands there, too"),
