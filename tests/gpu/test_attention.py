@@ -14,6 +14,7 @@ from gapless.batch import segments
 from gapless.kernels import gluon
 from gapless.kernels.attention import attention, flash, hopper
 from gapless.kernels.runtime import family
+from gapless.training.setup import determinism
 from kernels.attention_cases import BF16, FP16, FP32, Case, make_segments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
@@ -44,10 +45,21 @@ on_hopper = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def deterministic():
+    with determinism(True):
+        yield
+
+
 class Laid(Case):
-    """A call whose tensors lie in memory as `lay` says."""
+    """A call whose tensors lie in memory as `lay` says, in torch's deterministic mode or not."""
 
     lay = "dense"
+    ordered = False
+
+    def check(self, eps):
+        with determinism(self.ordered):
+            super().check(eps)
 
     def fast(self, q, k, v, sinks=None):
         if self.lay == "fused" and len(q) == len(k) and q.shape[2] == v.shape[2]:
@@ -97,6 +109,7 @@ def drawn(seed):
         counts = [length + more for length, more in zip(lengths, before, strict=True)]
         case = Laid(queries, make_segments(counts, options["window"], None, starts, **settings), **options)
     case.lay = draw.choice(["dense", "fused", "fused", "padded", "odd"])
+    case.ordered = kind.random() < 0.5
     return case
 
 
@@ -124,9 +137,11 @@ def test_enough_combinations_run_hoppers_kernels():
         ((96, 96), 64, True),
         ((192, 128), None, False),
         ((256, 256), None, False),
+        ((128, 128), 300, False),
+        ((64, 128), None, False),
     ],
 )
-def test_the_same_bits_every_time(dims, window, sinks):
+def test_the_same_bits_every_time(dims, window, sinks, deterministic):
     queries = make_segments([700, 1, 0, 333, 512], window, dims=dims, dtype=BF16)
     case = Case(queries, heads=(8, 2), dims=dims, dtype=BF16, window=window, sinks=sinks, lse=True)
     first = case.on_kernels()
@@ -135,7 +150,7 @@ def test_the_same_bits_every_time(dims, window, sinks):
         assert all(torch.equal(x, y) for x, y in zip(first[0] + first[1], again[0] + again[1], strict=True))
 
 
-def test_an_accumulator_beyond_2_to_the_31():
+def test_an_accumulator_beyond_2_to_the_31(deterministic):
     """Offsets of 64 bits: 1.2e9 elements of queries, 2.5e9 bytes."""
     tokens, heads, dim = 1 << 17, 72, 128
     queries = make_segments([tokens - 4096, 4096], 256, dims=(dim, dim), dtype=BF16)

@@ -15,6 +15,7 @@ from gapless.kernels import runtime
 from gapless.kernels.activation import geglu, swiglu
 from gapless.kernels.adamw import Entry, TensorList, prepare
 from gapless.kernels.attention import attention, attention_tiles
+from gapless.kernels.attention import hopper as own
 from gapless.kernels.cross_entropy import VocabularyShard, linear_cross_entropy
 from gapless.kernels.dropout import dropout
 from gapless.kernels.lora import InputDropout, WideWeight, lora_linear
@@ -219,13 +220,34 @@ case("flash.values")(lambda: flash(128, 256))
 case("flash.float32")(lambda: flash(128, 128, torch.float32))
 
 
-def hopper(head_dim: int, v_head_dim: int, dtype: torch.dtype = torch.bfloat16, heads: int = 4, **options) -> None:
-    """The forward of Hopper alone; the cases above have it, too, and its backward."""
-    if runtime.architecture(torch.device("cpu")) == 90:
-        tiles = attention_tiles(head_dim, v_head_dim, [options.get("window")], dtype, "cpu")
-        q = tensor(64, heads, head_dim, dtype=dtype, grad=False)
-        k, v = (tensor(64, 2, dim, dtype=dtype, grad=False) for dim in (head_dim, v_head_dim))
-        attention(q, k, v, segments([40, 24], tiles=tiles), **options)
+def hopper(
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    heads: int = 4,
+    tokens: int = 400,
+    *,
+    ordered: bool = False,
+    **options,
+) -> None:
+    """Hopper's own kernels alone; the cases above have them, too. Few tokens: gradients per query head, in float32."""
+    if runtime.architecture(torch.device("cpu")) != 90:
+        return
+    grad = own.back_tile(head_dim, v_head_dim) is not None
+    tiles = attention_tiles(head_dim, v_head_dim, [options.get("window")], dtype, "cpu")
+    q = tensor(tokens, heads, head_dim, dtype=dtype, grad=grad)
+    k, v = (tensor(tokens, 2, dim, dtype=dtype, grad=grad) for dim in (head_dim, v_head_dim))
+    with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=ordered):
+        out = attention(q, k, v, segments([tokens - 24, 24], tiles=tiles), **options)
+        if grad:
+            out.sum().backward()
+
+
+@case("flash.fallback-128")
+def _fallback() -> None:
+    """What runs on Hopper where Gluon does not fit."""
+    with mock.patch.object(own, "applies", return_value=False):
+        flash(128, 128)
 
 
 FEATURES = {"window": 100, "softcap": 30.0}
@@ -233,6 +255,11 @@ case("flash.hopper-features-64")(lambda: hopper(64, 64, sinks=torch.zeros(4), **
 case("flash.hopper-features-96")(lambda: hopper(96, 96, sinks=torch.zeros(4), **FEATURES))
 case("flash.hopper-features-256")(lambda: hopper(256, 256, sinks=torch.zeros(4), **FEATURES))
 case("flash.hopper-softcap")(lambda: hopper(128, 128, softcap=50.0))
+case("flash.hopper-ordered")(lambda: hopper(128, 128, ordered=True))
+case("flash.hopper-ordered-window")(lambda: hopper(64, 64, window=100, ordered=True))
+case("flash.hopper-few-tokens")(lambda: hopper(128, 128, tokens=64))
+case("flash.hopper-few-tokens-64")(lambda: hopper(64, 64, tokens=64, causal=False, ordered=True))
+case("flash.hopper-64-128")(lambda: hopper(64, 128))
 case("flash.hopper-sinks")(lambda: hopper(64, 64, sinks=torch.zeros(4), window=128))
 case("flash.hopper-window")(lambda: hopper(128, 128, window=4096))
 case("flash.hopper-full")(lambda: hopper(128, 128, causal=False))

@@ -1,6 +1,7 @@
 """The host's side of attention on Hopper. Its kernels run on a GPU alone (tests/gpu), and compile (test_compile)."""
 
 import itertools
+import random
 import subprocess
 import sys
 
@@ -36,6 +37,8 @@ def test_when_they_run(chip, monkeypatch):
     assert not hopper.applies(64, 64, FP32, GPU)
     assert not any(hopper.applies(d, v, BF16, GPU) for d, v in [(68, 64), (64, 60), (264, 64), (64, 264)])
     assert isinstance(flash._tiles(64, 64, BF16, GPU).forward, hopper.Tile)
+    assert isinstance(flash._tiles(128, 72, BF16, GPU).keys, hopper.BackTile)
+    assert isinstance(flash._tiles(192, 128, BF16, GPU).keys, flash.Tile)
     monkeypatch.setattr(gluon, "FITS", False)
     assert not hopper.applies(64, 64, BF16, GPU)
     assert isinstance(flash._tiles(64, 64, BF16, GPU).forward, flash.Tile)
@@ -95,6 +98,38 @@ def test_all_fit_shared_memory():
         alike = v0 == d0 and v1 in (d1, 0)
         elements = tile.queries * (d0 + d1 + (0 if alike else v0 + v1)) + rows * (d0 + d1 + v0 + v1)
         assert 2 * elements + 1024 <= SHARED_MEMORY[90], (d, v)
+
+
+def test_all_of_the_backward_fits_shared_memory():
+    for d, v in itertools.product(DIMS, DIMS):
+        tile = hopper.back_tile(d, v)
+        if tile is None:
+            continue
+        columns = sum(64 if dim <= 64 else 128 for dim in (d, v))
+        half = max(d, v) if tile.queries == 128 else (64 if d > 64 else 32)
+        elements = columns * (tile.stages * tile.queries + tile.keys) + 2 * tile.keys * tile.queries
+        numbers = 2 * 64 * max(half, 32) + 2 * tile.stages * tile.queries
+        assert 2 * elements + 4 * numbers + 1024 <= SHARED_MEMORY[90], (d, v)
+
+
+def test_padded_places_do_not_overlap():
+    """Documents begin at multiples of a tile, (start // tile + index) tiles from the first, and end before the next."""
+    draw = random.Random(0)
+    for _ in range(200):
+        tile = draw.choice([64, 128])
+        lengths = [draw.choice([0, 1, tile - 1, tile, tile + 1, draw.randint(0, 500)]) for _ in range(6)]
+        starts, place = [], 0
+        for length in lengths:
+            starts.append(place)
+            place += length + draw.choice([0, 0, 3])
+        tokens = place + draw.choice([0, 5])
+        back = hopper.Backward(*[None] * 4, [None, lengths], *[None] * 2, hopper.BackTile(tile))
+        ends = 0
+        for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            first = (start // tile + index) * tile
+            assert first >= ends
+            ends = first + -(-length // tile) * tile
+        assert ends <= back.padded_rows(tokens)
 
 
 @needs_gluon

@@ -117,6 +117,15 @@ def ragged_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(x, sizes, [2**34 - token, token, token, head, 1], list(block), _layout(block, x.dtype))
 
 
+def plain_descriptor(x: torch.Tensor, block: tuple[int, int]) -> Any:
+    """Describe a dense [R, C] of float32 to TMA, for tiles of one row, laid out as they are, or of several."""
+    if block[0] == 1:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    else:
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float32)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
+
+
 _UNBOUNDED = 0x7FFF0000
 """Size of an axis that bounds nothing: an int32."""
 

@@ -49,11 +49,14 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of the three kernels: forward (in Triton, or Hopper's own), gradient of queries, gradient of keys and values."""
+    """Of the three kernels: forward, gradient of queries, gradient of keys and values.
+
+    On Hopper the forward may be its own; so may be the backward, one kernel, and then `queries` is as `forward`.
+    """
 
     forward: Tile | hopper.Tile
-    queries: Tile
-    keys: Tile
+    queries: Tile | hopper.Tile
+    keys: Tile | hopper.BackTile
 
 
 # By padded head dim. Hopper's are the fastest of benchmarks/tiles/flash.py on an H200 at 2 x 8,192 tokens, causal; the
@@ -86,9 +89,10 @@ _TABLES = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _BLACKWELL, 12
 def _tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     table = _FLOAT32 if dtype == torch.float32 else _TABLES[family(device)]
     tiles = table[max(64, next_power_of_2(max(head_dim, v_head_dim)))]
-    if hopper.applies(head_dim, v_head_dim, dtype, device):
-        return tiles._replace(forward=hopper.forward_tile(head_dim, v_head_dim))
-    return tiles
+    if not hopper.applies(head_dim, v_head_dim, dtype, device):
+        return tiles
+    forward, back = hopper.forward_tile(head_dim, v_head_dim), hopper.back_tile(head_dim, v_head_dim)
+    return tiles._replace(forward=forward) if back is None else Tiles(forward, forward, back)
 
 
 def attention_tiles(
@@ -156,6 +160,8 @@ class _Call:
     softcap: float | None
     scale: float
     causal: bool
+    ordered: bool
+    """Whether gradients are to have the same bits every time, where that is slower."""
     tiles: Tiles
 
     def documents(self) -> tuple[torch.Tensor, ...]:
@@ -197,8 +203,11 @@ def _grid(
     device = table.device
     size = each * sum(x.shape[0] * x.shape[2] * x.element_size() for x in streamed)
     section = _section(heads, sharing, size, cache_bytes(device))
-    rows = len(table) if is_captured(device) else used
-    return section, rows, heads // section
+    return section, _rows(table, used), heads // section
+
+
+def _rows(table: torch.Tensor, used: int) -> int:
+    return len(table) if is_captured(table.device) else used
 
 
 @cache
@@ -235,7 +244,8 @@ def flash_attention(
     if isinstance(tiles.forward, hopper.Tile):
         q, k, v = (gluon.aligned(x) for x in (q, k, v))
         room = spare if spare % 8 == 0 else 0  # rows of the output are multiples of 16 bytes
-    call = _Call(q_segments, k_segments, window, softcap, scale, causal, tiles)
+    ordered = torch.are_deterministic_algorithms_enabled()
+    call = _Call(q_segments, k_segments, window, softcap, scale, causal, ordered, tiles)
     if torch.is_grad_enabled():
         call.require_tables(queries=q.requires_grad, keys=k.requires_grad or v.requires_grad)
     out, lse = _Flash.apply(q, k, v, sinks, call, need_lse, room)
@@ -292,6 +302,9 @@ class _Flash(torch.autograd.Function):
             grad = torch.zeros_like(out)
         if grad.stride(2) != 1:
             grad = grad.contiguous()
+        if isinstance(ctx.call.tiles.keys, hopper.BackTile):
+            found = _hopper_backward(ctx.call, q, k, v, sinks, out, lse, gluon.aligned(grad), grad_lse)
+            return *found, None, None, None
         delta, grad_sinks = _delta(out, grad, lse, grad_lse, sinks)
         saved = (q, k, v, grad, lse, delta)
         needs_q, needs_k, needs_v, *_ = ctx.needs_input_grad
@@ -337,6 +350,43 @@ def _forward(
     )
 
 
+def _hopper_backward(
+    call: _Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of q, k, v and the sinks."""
+    tile = call.tiles.keys
+    assert isinstance(tile, hopper.BackTile)
+    q_tables, k_tables = (x.tile_tables(_specs(call.tiles, call.window)[1]) for x in (call.q_segments, call.k_segments))
+    given = hopper.Backward(
+        *(q_tables.forward, _rows(q_tables.forward, q_tables.forward_used), call.tiles.queries.queries),
+        *(k_tables.backward, call.documents(), (call.scale, *call.numbers()), call.constants(), tile),
+    )
+    heads, kv_heads = q.shape[1], k.shape[1]
+    together = _together(k.shape[0], heads, kv_heads, tile.keys, multiprocessors(q.device))
+    wide = {"dtype": k.dtype if together == heads // kv_heads else torch.float32}
+    results = tuple(x.new_empty(x.shape[0], heads // together, x.shape[2], **wide) for x in (k, v))
+    grad_q = q.new_empty(q.shape)
+    if call.k_segments.has_gaps:
+        for x in results:
+            x.zero_()
+    if call.q_segments.has_gaps:
+        grad_q.zero_()
+    *rows, grad_sinks = hopper.launch_delta(given, out, grad, lse, grad_lse, sinks)
+    grid = _grid(k_tables.backward, k_tables.backward_used, heads // together, 1, (q, grad), together)
+    sums = hopper.launch_backward(given, grid, (q, k, v, grad, *rows), results, together, ordered=call.ordered)
+    hopper.launch_queries(given, sums, rows[0], grad_q)
+    grad_k, grad_v = (_added(x, kv_heads, k.dtype) for x in results)
+    return grad_q, grad_k, grad_v, grad_sinks
+
+
 def _delta(
     out: torch.Tensor,
     grad: torch.Tensor,
@@ -377,10 +427,8 @@ def _keys_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (tokens, heads, _), (k_tokens, kv_heads, _) = q.shape, k.shape
     groups, tile = heads // kv_heads, call.tiles.keys
-    # A program adds up the query heads of its kv head, unless that would leave the GPU with too few programs: then each
-    # query head has its own, and they are added up afterwards, in float32 and one order.
-    few = cdiv(k_tokens, tile.keys) * kv_heads < 2 * multiprocessors(q.device)
-    together = 1 if few else groups
+    assert isinstance(tile, Tile)
+    together = _together(k_tokens, heads, kv_heads, tile.keys, 2 * multiprocessors(q.device))
     wide = {"dtype": k.dtype if together == groups else torch.float32}
     grad_k = k.new_empty(k_tokens, heads // together, k.shape[2], **wide)
     grad_v = v.new_empty(k_tokens, heads // together, v.shape[2], **wide)
@@ -405,9 +453,22 @@ def _keys_backward(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if together == groups:
-        return grad_k, grad_v
-    return tuple(grad.unflatten(1, (kv_heads, groups)).sum(2).to(k.dtype) for grad in (grad_k, grad_v))  # pyrefly: ignore
+    return _added(grad_k, kv_heads, k.dtype), _added(grad_v, kv_heads, k.dtype)
+
+
+def _together(tokens: int, heads: int, kv_heads: int, tile: int, programs: int) -> int:
+    """Query heads that a program for a tile of keys adds up: all of its kv head, unless that gives too few programs.
+
+    Then each query head has its own, and they are added up afterwards, in float32 and one order.
+    """
+    return 1 if cdiv(tokens, tile) * kv_heads < programs else heads // kv_heads
+
+
+def _added(grad: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient per kv head from that of [Tk, results, C], of query heads or kv heads."""
+    if grad.shape[1] == kv_heads:
+        return grad.to(dtype)
+    return grad.unflatten(1, (kv_heads, -1)).sum(2).to(dtype)
 
 
 def _queries_backward(
@@ -425,6 +486,7 @@ def _queries_backward(
     if call.q_segments.has_gaps:
         grad_q.zero_()
     tile, spec = call.tiles.queries, _specs(call.tiles, call.window)[1]
+    assert isinstance(tile, Tile)
     tables = call.q_segments.tile_tables(spec)
     launch(
         flash_queries,

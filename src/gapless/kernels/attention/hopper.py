@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 
 from gapless.kernels import gluon
+from gapless.kernels.attention import hopper_backward as back
 from gapless.kernels.attention.hopper_forward import Form, hopper_forward
-from gapless.kernels.gluon import ragged_descriptor
+from gapless.kernels.gluon import plain_descriptor, ragged_descriptor
 from gapless.kernels.runtime import family, launch, next_power_of_2
 
 ROWS = 64
@@ -28,6 +29,14 @@ class Tile(NamedTuple):
     def queries(self) -> int:
         """Of a program, all consumers together."""
         return ROWS * self.consumers
+
+
+class BackTile(NamedTuple):
+    """Tile of the backward."""
+
+    queries: int
+    keys: int = back.KEYS
+    stages: int = 2
 
 
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -54,6 +63,12 @@ def forward_tile(head_dim: int, v_head_dim: int) -> Tile:
         return Tile(128, 3, 2, True)
     # Beyond these, registers of a consumer, or shared memory, do not hold 128 keys.
     return Tile(128 if v <= 128 and d <= 192 else 64, 2, 2, False)
+
+
+def back_tile(head_dim: int, v_head_dim: int) -> BackTile | None:
+    """The fastest likewise; None for heads above 128, whose gradients do not fit the registers of two consumers."""
+    d = max(head_dim, v_head_dim)
+    return None if d > 128 else BackTile(64 if d > 64 else 128)
 
 
 def launch_forward(
@@ -108,3 +123,124 @@ def _descriptors(x: torch.Tensor, rows: int, columns: tuple[int, int]) -> list[o
     if not x.shape[0]:
         x = x.new_zeros(1, *x.shape[1:])  # never read: TMA wants an address
     return [ragged_descriptor(x, rows, count) if count else None for count in columns]
+
+
+class Backward(NamedTuple):
+    """What the three kernels of a backward share; in `numbers` are scale, scale log2 e, softcap and window."""
+
+    q_table: torch.Tensor
+    """Of tiles of `tile_queries` queries; `q_rows` of its rows get programs."""
+    q_rows: int
+    tile_queries: int
+    k_table: torch.Tensor
+    documents: Sequence[torch.Tensor]
+    numbers: tuple[float, float, float, int]
+    masks: dict[str, bool]
+    tile: BackTile
+
+    def padded_rows(self, tokens: int) -> int:
+        """Queries per head in tiles of their own: documents begin at multiples of a tile."""
+        return (tokens // self.tile.queries + len(self.documents[1]) + 1) * self.tile.queries
+
+    def columns(self, dim: int) -> int:
+        """Of tiles in shared memory."""
+        return max(64, next_power_of_2(dim))
+
+
+def launch_delta(
+    b: Backward,
+    out: torch.Tensor,
+    grad: torch.Tensor,
+    lse: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Find LSE and delta in padded places, float32 [N, rows], and the sinks' gradient [N]."""
+    tokens, heads, width = out.shape
+    rows = b.padded_rows(tokens)
+    lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, rows)
+    partial = lse.new_empty(b.q_rows, heads) if sinks is not None else None
+    launch(
+        back.hopper_delta,
+        (b.q_rows, heads),
+        out.device,
+        *(out, grad, lse, lse if grad_lse is None else grad_lse.t().contiguous(), lse if sinks is None else sinks),
+        *(lse_padded, delta, delta if partial is None else partial, b.q_table, *b.documents[:2], tokens, rows),
+        *(*out.stride()[:2], *grad.stride()[:2]),
+        V=width,
+        VP=max(16, next_power_of_2(width)),
+        QT=b.tile_queries,
+        BM=b.tile.queries,
+        SINKS=sinks is not None,
+        LSE=grad_lse is not None,
+    )
+    if sinks is None or partial is None:
+        return lse_padded, delta, None
+    return lse_padded, delta, partial.sum(0).to(sinks.dtype)
+
+
+def launch_backward(
+    b: Backward,
+    grid: tuple[int, ...],
+    tensors: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    together: int,
+    *,
+    ordered: bool,
+) -> torch.Tensor:
+    """Run the backward but for its first and last kernels.
+
+    Args:
+        b: see there.
+        grid: heads of a section of `results`, rows of the table, sections.
+        tensors: q, k, v and the output's gradient, each `gluon.is_aligned`; LSE and delta of `launch_delta`.
+        results: gradients of keys and values, dense [Tk, N / together, D or V]; float32 if they are to be added up.
+        together: query heads that a program goes through.
+        ordered: have tiles of keys add in turn, for the same bits every time.
+
+    Returns:
+        The queries' gradient before the scale, in padded places, float32 [N, rows, columns].
+    """
+    q, k, v, grad, lse, delta = tensors
+    (heads, rows), tile = lse.shape, b.tile
+    d, width = b.columns(q.shape[2]), b.columns(v.shape[2])
+    # The first to add in turn writes instead. Where nobody adds, `launch_queries` reads nothing.
+    new = torch.empty if ordered else torch.zeros
+    sums = new(heads, rows, d, dtype=torch.float32, device=q.device)
+    turns = torch.zeros(heads * rows // tile.queries if ordered else 1, dtype=torch.int32, device=q.device)
+    wide = results[0].dtype == torch.float32
+    half = d // 2 if tile.queries == ROWS else d
+    launch(
+        back.hopper_backward,
+        grid,
+        q.device,
+        *(ragged_descriptor(q, tile.queries, d), ragged_descriptor(k, tile.keys, d)),
+        *(ragged_descriptor(v, tile.keys, width), ragged_descriptor(grad, tile.queries, width)),
+        *(plain_descriptor(lse, (1, tile.queries)), plain_descriptor(delta, (1, tile.queries))),
+        plain_descriptor(sums.flatten(0, 1), (ROWS, half)),
+        *(None if wide else ragged_descriptor(x, ROWS, n) for x, n in zip(results, (d, width), strict=True)),
+        *(*results, turns, b.k_table, *b.documents, *b.numbers),
+        *(k.shape[0], heads // k.shape[1], together, rows),
+        F=back.Form(
+            tile.queries, d, width, q.shape[2], v.shape[2], tile.stages, **b.masks, ORDERED=ordered, WIDE=wide,
+            REGISTERS=_REGISTERS[2][0], FEW_REGISTERS=_REGISTERS[2][1],
+        ),
+        num_warps=4,
+    )  # fmt: skip
+    return sums
+
+
+def launch_queries(b: Backward, sums: torch.Tensor, lse_padded: torch.Tensor, grad_q: torch.Tensor) -> None:
+    """Write the queries' gradient, dense [Tq, N, D], from its padded places."""
+    tokens, heads, dim = grad_q.shape
+    launch(
+        back.hopper_queries,
+        (b.q_rows, heads),
+        sums.device,
+        *(sums, lse_padded, grad_q, b.q_table, *b.documents[:2], tokens, sums.shape[1], b.numbers[0]),
+        *grad_q.stride()[:2],
+        D=dim,
+        DP=sums.shape[2],
+        QT=b.tile_queries,
+        BM=b.tile.queries,
+    )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, capped, places, visible
+from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, capped, places
 from gapless.kernels.gluon import (
     constant,
     constexpr_function,
@@ -217,8 +217,13 @@ def _softmax(scores, top, total, tile, query, key_count, settings, MASKED: gl.co
     else:
         factor = scale2
     if MASKED:
-        key = tile * F.BN + gl.arange(0, F.BN, layout=gl.SliceLayout(0, _accumulator(F.BN)))
-        seen = visible(query[:, None], key[None, :], key_count, window, F.CAUSAL, F.WINDOW)
+        # Limits of a row less what changes with the tile: a comparison with a constant for each column.
+        column = gl.arange(0, F.BN, layout=gl.SliceLayout(0, _accumulator(F.BN)))
+        first = tile * F.BN
+        stop = gl.minimum(query + 1, key_count) - first if F.CAUSAL else query * 0 + key_count - first
+        seen = column[None, :] < stop[:, None]
+        if F.WINDOW:
+            seen = seen & (column[None, :] > (query - window - first)[:, None])
         scores = gl.where(seen, scores, -_INF)
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
     # A row that has seen no key yet keeps -inf, and subtracts 0 instead, which gives weights of 0.
@@ -229,9 +234,31 @@ def _softmax(scores, top, total, tile, query, key_count, settings, MASKED: gl.co
 
 
 @gluon_jit
-def _as_operand(weights, dtype: gl.constexpr, F: gl.constexpr):
-    """Weights as the left factor of values, which comes from registers."""
-    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, _accumulator(F.V0), 2))
+def _packed(weights, dtype: gl.constexpr):
+    """[BM, BN] of float32 as [BM, BN / 2] of pairs of `dtype`, an int32 each.
+
+    Carried through a loop by itself, every 16-bit weight has a register, and pairs are taken apart and put together
+    again: 64 of 477 instructions of a step with 128 keys and 64 features.
+    """
+    low, high = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
+    text: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(text, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon_jit
+def _as_operand(pairs, dtype: gl.constexpr, F: gl.constexpr):
+    """Packed weights as the left factor of values, which comes from registers."""
+    text: gl.constexpr = "mov.b32 {$0, $1}, $2;"
+    if dtype == gl.bfloat16:
+        low, high = gl.inline_asm_elementwise(
+            text, "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        low, high = gl.inline_asm_elementwise(
+            text, "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+        )  # fmt: skip
+    weights = gl.join(low, high).reshape([pairs.shape[0], 2 * pairs.shape[1]])
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, _accumulator(F.V0), 2))
 
 
 @gluon_jit
@@ -240,11 +267,12 @@ def _step(
     CONSUMER: gl.constexpr, MASKED: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Scores and weights of the n-th tile, beside the weighted values of the one before."""
-    out0, out1, top, total, weights = state
+    out0, out1, top, total, pairs = state
     k, v = rooms
     k_full, k_empty, v_full, v_empty = barriers
     slot = n % F.STAGES
     before = (n - 1) % F.STAGES
+    weights = _as_operand(pairs, k[0].dtype, F)
     mbarrier.wait(k_full.index(slot), n // F.STAGES & 1)
     _wait_for_turn(CONSUMER, F)
     scores = _start_scores(q, _at(k, slot), F)
@@ -255,10 +283,11 @@ def _step(
     mbarrier.arrive(k_empty.index(slot))
     tile = high - 1 - n
     new_weights, top, total, shrink = _softmax(scores, top, total, tile, query, key_count, settings, MASKED, F)
+    pairs = _packed(new_weights, k[0].dtype)
     out0, out1 = _wait_for_values(weights, out0, out1, F)
     mbarrier.arrive(v_empty.index(before))
     out0, out1 = _times(out0, out1, shrink, F)
-    return out0, out1, top, total, _as_operand(new_weights, k[0].dtype, F)
+    return out0, out1, top, total, pairs
 
 
 @gluon_jit
@@ -279,7 +308,7 @@ def _attend(q, rooms, barriers, query, key_count, tiles, settings, CONSUMER: gl.
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(0))
     weights, top, total, _ = _softmax(scores, top, total, high - 1, query, key_count, settings, True, F)
-    state = (out0, out1, top, total, _as_operand(weights, k[0].dtype, F))
+    state = (out0, out1, top, total, _packed(weights, k[0].dtype))
     # Masks are for the last tiles, which end in the middle, and for the first that a window reaches.
     for n in range(1, high - full_high):
         state = _step(state, n, high, q, rooms, barriers, query, key_count, settings, CONSUMER, True, F)
@@ -288,10 +317,11 @@ def _attend(q, rooms, barriers, query, key_count, tiles, settings, CONSUMER: gl.
     if F.WINDOW:
         for n in range(gl.maximum(high - full_low, 1), high - low):
             state = _step(state, n, high, q, rooms, barriers, query, key_count, settings, CONSUMER, True, F)
-    out0, out1, top, total, weights = state
+    out0, out1, top, total, pairs = state
     last = high - low - 1
     slot = last % F.STAGES
     mbarrier.wait(v_full.index(slot), last // F.STAGES & 1)
+    weights = _as_operand(pairs, k[0].dtype, F)
     out0, out1 = _start_values(weights, _at(v, slot), out0, out1, F)
     out0, out1 = _wait_for_values(weights, out0, out1, F)
     return out0, out1, top, total

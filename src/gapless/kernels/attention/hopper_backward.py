@@ -1,0 +1,567 @@
+"""Attention's backward for Hopper in Gluon (Shah et al. 2024, "FlashAttention-3", section 3 and appendix B.1).
+
+A program keeps a tile of 128 keys and values, and the queries that see them stream by, with the output's gradient. Two
+groups of four warps, the consumers, have 64 keys each and hold the gradients of their keys and values. For a tile of
+queries a consumer finds transposed scores and weights P^T and the gradients dS^T of the scores, so that both are left
+factors from registers, and puts dS^T into shared memory, where both consumers take it for half of dQ = dS K each: five
+products in all. The scores of the next queries are started before dQ is taken out of the accumulators, so that the
+matrix units have work then. One warp, the producer, copies in; another, the sender, has the copy engine add dQ to an
+accumulator in global memory.
+
+Tiles of keys add to the same queries, in any order, or, for the same bits every time, in turn: a counter for each tile
+of queries and head says how many have added. Turns go by the index of the tile of keys, which is the order in which
+programs of a document start, so nobody waits for one that is not there.
+
+The accumulator has queries in tiles of their own (`_padded`), whatever the place of their document in the stream.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, capped, clear_rows, places
+from gapless.kernels.gluon import (
+    constant,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    gluon_jit,
+    mbarrier,
+    named_barrier_wait,
+    ragged_place,
+    release_after_tma,
+    tma_add,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    wait_for_value,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from gapless.kernels.runtime import jit, tl
+
+KEYS = 128
+"""Keys of a program, of two consumers together."""
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for."""
+
+    BM: int
+    """Queries of a tile: 64, of whose dQ each consumer finds half the columns, or 128, half the rows."""
+    D: int
+    """Columns of tiles of queries and keys, a power of two; what is beyond the head dim is zero."""
+    V: int
+    """Likewise of values."""
+    D_HEAD: int
+    """The head dim of queries and keys."""
+    V_HEAD: int
+    STAGES: int
+    """Tiles of queries in shared memory."""
+    CAUSAL: bool
+    WINDOW: bool
+    SOFTCAP: bool
+    ORDERED: bool
+    """Whether tiles of keys take turns."""
+    WIDE: bool
+    """Whether the gradients of keys and values are written in float32, to be added up."""
+    REGISTERS: int
+    """Of a consumer's thread; the first consumer gets what is left."""
+    FEW_REGISTERS: int
+    """Of a thread of the producer and the sender."""
+
+
+_ROWS = constant(64)
+_KEYS = constant(KEYS)
+_MEETING = constant(9)
+_NEVER = constant(1 << 30)
+
+
+@constexpr_function
+def _accumulator(columns):
+    """Layout of a consumer's product: 16 rows a warp."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@constexpr_function
+def _shared(rows, columns, dtype):
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+
+
+@constexpr_function
+def _flat():
+    """Layout of numbers in a row."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+@constexpr_function
+def _half(F):
+    """Columns of a consumer's part of dQ."""
+    return F.D // 2 if F.BM == 64 else F.D
+
+
+# ---- before and after ----
+
+
+@jit
+def _padded(document, start, rows, head, BM: tl.constexpr):
+    """Place of a document's first query among `rows` per head, where every document begins at a multiple of BM."""
+    return head * rows + (start // BM + document) * BM
+
+
+@jit
+def _tile(table, q_start, q_used):
+    """A row of the table: document, first query, counted from the document's, start and count of these."""
+    document = tl.load(table + 2 * tl.program_id(0))
+    begin = tl.load(table + 2 * tl.program_id(0) + 1)
+    start = tl.load(q_start + document, mask=document >= 0, other=0)
+    count = tl.load(q_used + document, mask=document >= 0, other=0)
+    return document, begin, start, count
+
+
+@jit(do_not_specialize=(*PER_BATCH, "rows"))
+def hopper_delta(
+    out, grad, lse, grad_lse, sinks, lse_padded, delta_padded, grad_sinks, table, q_start, q_used, tokens, rows,
+    stride_ot, stride_oh, stride_gt, stride_gh,
+    V: tl.constexpr, VP: tl.constexpr, QT: tl.constexpr, BM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Find delta = rowsum(dO O) - dLSE of a tile of QT queries and a head, and their summand of the sink's gradient.
+
+    Both delta and the LSE go to padded places. Beyond the document, and for queries that see nothing, the LSE becomes
+    inf, which makes weights 0.
+    """
+    document, begin, start, count = _tile(table, q_start, q_used)
+    head = tl.program_id(1).to(tl.int64)
+    row = begin - start
+    stop = row + QT
+    if stop >= count:
+        stop = tl.cdiv(count, BM) * BM
+    place = _padded(document, start, rows, head, BM)
+    column = tl.arange(0, VP)
+    total = tl.zeros([64], tl.float32)
+    for first in range(row, tl.where(document >= 0, stop, row), 64):
+        query = first + tl.arange(0, 64)
+        here = query < count
+        token = start.to(tl.int64) + query
+        mask = here[:, None] & (column < V)[None, :]
+        x = tl.load(out + token[:, None] * stride_ot + head * stride_oh + column[None, :], mask=mask, other=0.0)
+        g = tl.load(grad + token[:, None] * stride_gt + head * stride_gh + column[None, :], mask=mask, other=0.0)
+        value = tl.sum(x.to(tl.float32) * g.to(tl.float32), 1)
+        if LSE:
+            value -= tl.load(grad_lse + head * tokens + token, mask=here, other=0.0)
+        log = tl.load(lse + head * tokens + token, mask=here, other=-float("inf"))
+        tl.store(delta_padded + place + query, value)
+        tl.store(lse_padded + place + query, tl.where(log == -float("inf"), float("inf"), log))
+        if SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * 1.44269504
+            total -= tl.where(log == -float("inf"), 0.0, tl.exp2(sink - log)) * value
+    if SINKS:
+        tl.store(grad_sinks + tl.program_id(0) * tl.num_programs(1) + head, tl.sum(total, 0))
+
+
+@jit(do_not_specialize=(*PER_BATCH, "rows"))
+def hopper_queries(
+    accumulator, lse_padded, grad_q, table, q_start, q_used, tokens, rows, scale, stride_t, stride_h,
+    D: tl.constexpr, DP: tl.constexpr, QT: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of a tile of QT queries and a head, from their padded places; zeros in the tail."""
+    document, begin, start, count = _tile(table, q_start, q_used)
+    head = tl.program_id(1).to(tl.int64)
+    grad_q += head * stride_h
+    if document >= 0:
+        row = begin - start
+        place = _padded(document, start, rows, head, BM)
+        column = tl.arange(0, DP)
+        for first in range(row, tl.minimum(row + QT, count), 64):
+            query = first + tl.arange(0, 64)
+            here = query < count
+            # Tiles of queries that see nothing have no sums, but whatever the memory held.
+            seen = tl.load(lse_padded + place + query, mask=here, other=float("inf")) < float("inf")
+            source = accumulator + (place + query)[:, None] * DP + column[None, :]
+            x = tl.load(source, mask=seen[:, None], other=0.0)
+            token = start.to(tl.int64) + query
+            target = grad_q + token[:, None] * stride_t + column[None, :]
+            mask = here[:, None] & (column < D)[None, :]
+            tl.store(target, (x * scale).to(grad_q.dtype.element_ty), mask=mask)
+    elif document == TAIL:
+        for first in range(0, QT, 64):
+            clear_rows(grad_q, begin + first, stride_t, tokens, D, DP, 64)
+
+
+# ---- the producer ----
+
+
+@gluon_jit
+def _load(desc, document, row, head, barrier, room):
+    """Start to copy a tile of a document's rows: zeros beyond its end."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = desc.block_type.shape[4]
+    place = ragged_place(document[0], document[1], row, head, 0)
+    tma_load(desc, place, barrier, room.reshape([1, 1, ROWS, 1, COLUMNS]))
+
+
+@gluon_jit
+def _load_numbers(desc, head, place, barrier, room, F: gl.constexpr):
+    tma_load(desc, [head, place], barrier, room.reshape([1, F.BM]))
+
+
+@gluon_jit
+def _produce(fed, F: gl.constexpr):
+    """Feed the consumers: their keys and values, and tiles of queries and gradients, head after head."""
+    descs, rooms, barriers, queries, keys, padded, row, heads, tiles = fed
+    q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc = descs
+    q, k, v, grad, lse, delta = rooms
+    k_full, q_full, q_empty, grad_full, grad_empty = barriers
+    head, kv_head, together = heads
+    low, high = tiles
+    mbarrier.expect(k_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    _load(k_desc, keys, row, kv_head, k_full, k)
+    _load(v_desc, keys, row, kv_head, k_full, v)
+    n = 0
+    for other in range(together):
+        for i in range(low, high):
+            slot = n % F.STAGES
+            # The first round finds all slots empty: the phase before the first counts as over.
+            phase = (n // F.STAGES & 1) ^ 1
+            place = padded + i * F.BM
+            mbarrier.wait(q_empty.index(slot), phase)
+            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+            _load(q_desc, queries, i * F.BM, head + other, q_full.index(slot), q.index(slot))
+            _load_numbers(lse_desc, head + other, place, q_full.index(slot), lse.index(slot), F)
+            mbarrier.wait(grad_empty.index(slot), phase)
+            mbarrier.expect(grad_full.index(slot), grad_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+            _load(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
+            _load_numbers(delta_desc, head + other, place, grad_full.index(slot), delta.index(slot), F)
+            n += 1
+    # Scores are started a tile ahead: the last, which nobody reads, want queries, too.
+    slot = n % F.STAGES
+    mbarrier.wait(q_empty.index(slot), (n // F.STAGES & 1) ^ 1)
+    mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+    _load(q_desc, queries, low * F.BM, head, q_full.index(slot), q.index(slot))
+
+
+# ---- the sender ----
+
+
+@gluon_jit
+def _add(desc, row, column, source, turn, F: gl.constexpr):
+    """Start to add to the accumulator; the first in turn writes instead, so that nobody need clear it."""
+    if F.ORDERED:
+        if turn == 0:
+            tma_store(desc, [row, column], source)
+        else:
+            tma_add(desc, [row, column], source)
+    else:
+        tma_add(desc, [row, column], source)
+
+
+@gluon_jit
+def _turn(i, tile, shift, window, F: gl.constexpr):
+    """How many tiles of keys before this one meet the i-th tile of queries: all, or those within the window's reach.
+
+    The window's last key before query 0 of the tile is i BM + shift - window, counted from the document's first.
+    """
+    if F.WINDOW:
+        tile -= gl.maximum(i * F.BM + shift - window + 1, 0) // _KEYS
+    return tile
+
+
+@gluon_jit
+def _send(sent, F: gl.constexpr):
+    """Have what the consumers found of dQ added up, head after head."""
+    desc, room, barriers, turns, places_, tile, shift, window, heads, tiles = sent
+    full, empty = barriers
+    padded, rows = places_
+    head, together = heads
+    low, high = tiles
+    HALF: gl.constexpr = _half(F)
+    n = 0
+    for other in range(together):
+        first = (head + other) * rows + padded
+        for i in range(low, high):
+            row = first + i * F.BM
+            turn = 0
+            if F.ORDERED:
+                turn = _turn(i, tile, shift, window, F)
+                wait_for_value(turns + row // F.BM, turn)
+            mbarrier.wait(full, n & 1)
+            _add(desc, row, 0, room.index(0), turn, F)
+            if F.BM == 64:
+                _add(desc, row, HALF, room.index(1), turn, F)
+            else:
+                _add(desc, row + _ROWS, 0, room.index(1), turn, F)
+            tma_store_wait(0)
+            mbarrier.arrive(empty)
+            if F.ORDERED:
+                release_after_tma(turns + row // F.BM, turn + 1)
+            n += 1
+
+
+# ---- the consumers ----
+
+
+@gluon_jit
+def _weights(scores, lse, i, keys, masked, settings, F: gl.constexpr):
+    """The softmax's weights again, [keys, queries], and the slope of the softcap."""
+    key, key_count, shift = keys
+    scale2, softcap, window = settings
+    scores, bent = capped(scores, scale2, softcap, F.SOFTCAP)
+    weights = gl.exp2(scores - lse[None, :])
+    if masked:
+        # Limits of a row less what changes with the tile: a comparison with a constant for each column.
+        column = gl.arange(0, F.BM, layout=gl.SliceLayout(0, _accumulator(F.BM)))
+        ahead = shift + i * F.BM
+        first = gl.where(key < key_count, key - ahead if F.CAUSAL else 0, _NEVER)
+        seen = column[None, :] >= first[:, None]
+        if F.WINDOW:
+            seen = seen & (column[None, :] < (key - ahead + window)[:, None])
+        weights = gl.where(seen, weights, 0.0)
+    slope = 1 - bent * bent if F.SOFTCAP else bent
+    return weights, slope
+
+
+@gluon_jit
+def _start_part(grad_scores, k, CONSUMER: gl.constexpr, F: gl.constexpr):
+    """Start a consumer's part of dQ: half the columns of 64 queries, or 64 of 128 queries."""
+    HALF: gl.constexpr = _half(F)
+    zeros = gl.full([_ROWS, HALF], 0.0, gl.float32, _accumulator(HALF))
+    if F.BM == 64:
+        left = grad_scores.permute((1, 0))
+        right = k.slice(CONSUMER * HALF, HALF, 1)
+    else:
+        left = grad_scores.slice(CONSUMER * _ROWS, _ROWS, 1).permute((1, 0))
+        right = k
+    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+
+
+@gluon_jit
+def _step(state, n, i, rooms, barriers, keys, full, settings, CONSUMER: gl.constexpr, F: gl.constexpr):
+    """Gradients from the i-th tile of queries, the n-th in all, whose scores are there; then the scores of the next."""
+    grad_k, grad_v, scores = state
+    q, k, v, grad, lse, delta, grad_scores_room, out = rooms
+    q_full, q_empty, grad_full, grad_empty, out_full, out_empty = barriers
+    dtype: gl.constexpr = q.dtype
+    columns: gl.constexpr = gl.SliceLayout(0, _accumulator(F.BM))
+    slot = n % F.STAGES
+    after = (n + 1) % F.STAGES
+    mbarrier.wait(grad_full.index(slot), n // F.STAGES & 1)
+    # dP^T - delta: the accumulator begins with -delta, which saves 1 operation in 5 and the registers of delta.
+    base = gl.full([_ROWS, F.BM], 0.0, gl.float32, _accumulator(F.BM)) - delta.index(slot).load(columns)[None, :]
+    products = warpgroup_mma(_mine(v, CONSUMER), grad.index(slot).permute((1, 0)), base, is_async=True)
+    masked = (i < full[0]) | (i >= full[1])
+    weights, slope = _weights(scores, lse.index(slot).load(columns), i, keys, masked, settings, F)
+    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, _accumulator(F.V), 2))
+    products = warpgroup_mma_wait(0, deps=[products])
+    grad_v = warpgroup_mma(p, grad.index(slot), grad_v, is_async=True)
+    weights = weights * products
+    if F.SOFTCAP:
+        weights = weights * slope
+    # Two rooms: when both consumers have met for this one, both are done with the other.
+    room = grad_scores_room.index(n & 1)
+    _mine(room, CONSUMER).store(weights.to(dtype))
+    fence_async_shared()
+    named_barrier_wait(_MEETING, 256)
+    ds = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, _accumulator(F.D), 2))
+    grad_k = warpgroup_mma(ds, q.index(slot), grad_k, is_async=True)
+    part = _start_part(room, k, CONSUMER, F)
+    grad_v, _ = warpgroup_mma_wait(2, deps=[grad_v, p])
+    mbarrier.arrive(grad_empty.index(slot))
+    grad_k, _ = warpgroup_mma_wait(1, deps=[grad_k, ds])
+    mbarrier.arrive(q_empty.index(slot))
+    mbarrier.wait(q_full.index(after), (n + 1) // F.STAGES & 1)
+    scores = _start_scores(k, q.index(after), CONSUMER, F)
+    part = warpgroup_mma_wait(1, deps=[part])
+    mbarrier.wait(out_empty, (n & 1) ^ 1)
+    out.index(CONSUMER).store(part)
+    fence_async_shared()
+    mbarrier.arrive(out_full)
+    # Not carried into the next step unfinished: ptxas then serialises all products (note C7514).
+    return grad_k, grad_v, warpgroup_mma_wait(0, deps=[scores])
+
+
+@gluon_jit
+def _mine(tile, CONSUMER: gl.constexpr):
+    """The consumer's 64 rows of 128."""
+    return tile.slice(CONSUMER * _ROWS, _ROWS, 0)
+
+
+@gluon_jit
+def _start_scores(k, q, CONSUMER: gl.constexpr, F: gl.constexpr):
+    zeros = gl.full([_ROWS, F.BM], 0.0, gl.float32, _accumulator(F.BM))
+    return warpgroup_mma(_mine(k, CONSUMER), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon_jit
+def _targets(pointer, token, head, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
+    """Addresses of [64, COLUMNS] in a dense [Tk, heads, WIDTH], and which columns there are."""
+    heads = gl.num_programs(0) * gl.num_programs(2)
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, _accumulator(COLUMNS)))
+    target = pointer + (token.to(gl.int64) * heads + head)[:, None] * WIDTH + column[None, :]
+    return target, (column < WIDTH)[None, :]
+
+
+@gluon_jit
+def _write(
+    x, result, room, keys, row, head,
+    CONSUMER: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, F: gl.constexpr,
+):  # fmt: skip
+    """Write a consumer's 64 rows of a gradient, those beyond the document left out."""
+    desc, pointer = result
+    start, count = keys
+    if F.WIDE:
+        rows = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _accumulator(COLUMNS)))
+        target, there = _targets(pointer, start + rows, head, WIDTH, COLUMNS)
+        gl.store(target, x, mask=(rows < count)[:, None] & there)
+    else:
+        _mine(room, CONSUMER).store(x.to(room.dtype))
+        fence_async_shared()
+        source = room.reshape([1, 1, _KEYS, 1, COLUMNS]).slice(CONSUMER * _ROWS, _ROWS, 2)
+        tma_store(desc, ragged_place(start, count, row, head, 0), source)
+
+
+@gluon_jit
+def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
+    """Gradients of the consumer's keys and values from all queries that see them, head after head."""
+    results, rooms, barriers, keys, row, shift, heads, tiles, settings = taken
+    q, k, v, grad, lse, delta, grad_scores, out = rooms
+    k_full, q_full, q_empty, grad_full, grad_empty, out_full, out_empty = barriers
+    head, together = heads
+    low, full_low, full_high, high = tiles
+    scale, scale2, softcap, window = settings
+    row += CONSUMER * _ROWS
+    key = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _accumulator(F.BM)))
+    grad_k = gl.full([_ROWS, F.D], 0.0, gl.float32, _accumulator(F.D))
+    grad_v = gl.full([_ROWS, F.V], 0.0, gl.float32, _accumulator(F.V))
+    mbarrier.wait(k_full, 0)
+    mbarrier.wait(q_full.index(0), 0)
+    scores = warpgroup_mma_wait(0, deps=[_start_scores(k, q.index(0), CONSUMER, F)])
+    n = 0
+    for _ in range(together):
+        for i in range(low, high):
+            grad_k, grad_v, scores = _step(
+                (grad_k, grad_v, scores), n, i, rooms,
+                (q_full, q_empty, grad_full, grad_empty, out_full, out_empty), (key, keys[1], shift),
+                (full_low, full_high), (scale2, softcap, window), CONSUMER, F,
+            )  # fmt: skip
+            n += 1
+    named_barrier_wait(_MEETING, 256)  # both are done with all keys: gradients take their place
+    _write(grad_k * scale, results[0], k, keys, row, head, CONSUMER, F.D_HEAD, F.D, F)
+    _write(grad_v, results[1], v, keys, row, head, CONSUMER, F.V_HEAD, F.V, F)
+    tma_store_wait(0)
+
+
+# ---- the kernel ----
+
+
+@gluon_jit
+def _tile_ranges(row, query_count, key_count, shift, window, F: gl.constexpr):
+    """Tiles of queries that see a program's keys: from low masked, then full, masked again up to high."""
+    last = gl.minimum(row + _KEYS, key_count) - 1
+    first_query = 0
+    all_from = 0
+    stop_query = query_count
+    if F.CAUSAL:
+        first_query = gl.maximum(row - shift, 0)
+        all_from = gl.maximum(last - shift, 0)
+    if F.WINDOW:
+        stop_query = gl.minimum(query_count, last + window - shift)
+    low = first_query // F.BM
+    high = gl.maximum(gl.cdiv(gl.maximum(stop_query, 0), F.BM), low)
+    full_low = gl.cdiv(all_from, F.BM)
+    full_high = high
+    if F.WINDOW:
+        full_high = gl.maximum(row + window - shift, 0) // F.BM
+    if row + _KEYS > key_count:
+        full_low = high
+    return low, full_low, full_high, high
+
+
+@gluon_jit
+def _clear(pointer, begin, tokens, head, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zeros for a program's keys from token `begin` on, up to the end of the stream."""
+    for first in range(begin, gl.minimum(begin + _KEYS, tokens), _ROWS):
+        token = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _accumulator(COLUMNS)))
+        target, there = _targets(pointer, token, head, WIDTH, COLUMNS)
+        zeros = gl.full([_ROWS, COLUMNS], 0.0, pointer.dtype.element_ty, _accumulator(COLUMNS))
+        gl.store(target, zeros, mask=(token < tokens)[:, None] & there)
+
+
+@gluon_jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that open when ARRIVALS have come, and as many bytes as are expected."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(index), ARRIVALS)
+    return barriers
+
+
+@gluon_jit
+def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F: gl.constexpr):
+    """Set up shared memory, and let the warps go their ways."""
+    dtype: gl.constexpr = descs[0].dtype
+    head, kv_head, result, together = heads
+    turns, document_place, rows = padded
+    HALF: gl.constexpr = _half(F)
+    q = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.D], _shared(F.BM, F.D, dtype))
+    grad = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.V], _shared(F.BM, F.V, dtype))
+    k = gl.allocate_shared_memory(dtype, [_KEYS, F.D], _shared(_KEYS, F.D, dtype))
+    v = gl.allocate_shared_memory(dtype, [_KEYS, F.V], _shared(_KEYS, F.V, dtype))
+    grad_scores = gl.allocate_shared_memory(dtype, [2, _KEYS, F.BM], _shared(_KEYS, F.BM, dtype))
+    out = gl.allocate_shared_memory(gl.float32, [2, _ROWS, HALF], _shared(_ROWS, HALF, gl.float32))
+    lse = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], _flat())
+    delta = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], _flat())
+    k_full = _barriers(1, 1).index(0)
+    q_full, q_empty = _barriers(F.STAGES, 1), _barriers(F.STAGES, 2)
+    grad_full, grad_empty = _barriers(F.STAGES, 1), _barriers(F.STAGES, 2)
+    out_full, out_empty = _barriers(1, 2).index(0), _barriers(1, 1).index(0)
+    scale, scale2, softcap, window = numbers
+    tiles = _tile_ranges(row, queries[1], keys[1], shift, window, F)
+    low, _, _, high = tiles
+    taken = (
+        results, (q, k, v, grad, lse, delta, grad_scores, out),
+        (k_full, q_full, q_empty, grad_full, grad_empty, out_full, out_empty),
+        keys, row, shift, (result, together), tiles, numbers,
+    )  # fmt: skip
+    fed = (
+        descs[:6], (q, k, v, grad, lse, delta), (k_full, q_full, q_empty, grad_full, grad_empty),
+        queries, keys, document_place, row, (head, kv_head, together), (low, high),
+    )  # fmt: skip
+    sent = (
+        descs[6], out, (out_full, out_empty), turns, (document_place, rows), row // _KEYS, shift, window,
+        (head, together), (low, high),
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(_consume, (0, taken, F)), (_consume, (1, taken, F)), (_produce, (fed, F)), (_send, (sent, F))],
+        [4, 1, 1],
+        [F.REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS],
+    )
+
+
+@gluon_jit(do_not_specialize=(*PER_BATCH, "rows"))
+def hopper_backward(
+    q, k, v, grad, lse, delta, accumulator, grad_k_desc, grad_v_desc, grad_k, grad_v, turns,
+    table, q_start, q_used, q_offset, k_start, k_used, k_offset, scale, scale2, softcap, window,
+    k_tokens, groups, together, rows, F: gl.constexpr,
+):  # fmt: skip
+    """A tile of the backward table, for `together` query heads of one kv head; tiles of the tail are cleared.
+
+    Programs are (result head of a section, row of the table, section). Descriptors: q, k, v, grad, grad_k_desc and
+    grad_v_desc ragged; lse and delta [N, rows], accumulator [N rows, D].
+    """
+    result = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+    head = result * together
+    document = gl.load(table + 2 * gl.program_id(1))
+    begin = gl.load(table + 2 * gl.program_id(1) + 1)
+    if document >= 0:
+        start, query_count, key_start, key_count, shift = places(
+            document, q_start, q_used, q_offset, k_start, k_used, k_offset
+        )
+        padded = (start // F.BM + document) * F.BM
+        _gather(
+            (q, k, v, grad, lse, delta, accumulator), ((grad_k_desc, grad_k), (grad_v_desc, grad_v)),
+            (start, query_count), (key_start, key_count), (turns, padded, rows), begin - key_start, shift,
+            (head, head // groups, result, together), (scale, scale2, softcap, window), F,
+        )  # fmt: skip
+    elif document == TAIL:
+        _clear(grad_k, begin, k_tokens, result, F.D_HEAD, F.D)
+        _clear(grad_v, begin, k_tokens, result, F.V_HEAD, F.V)
