@@ -381,6 +381,10 @@ def _hopper_backward(
         grad_q.zero_()
     *rows, grad_sinks = hopper.launch_delta(given, out, grad, lse, grad_lse, sinks)
     grid = _grid(k_tables.backward, k_tables.backward_used, heads // together, 1, (q, grad), together)
+    if call.ordered:
+        # In one section the tiles that start together are of many heads and do not wait for each other: 476 TFLOP/s
+        # for 413 at 128 features and 8k tokens, causal.
+        grid = (heads // together, grid[1], 1)
     sums = hopper.launch_backward(given, grid, (q, k, v, grad, *rows), results, together, ordered=call.ordered)
     hopper.launch_queries(given, sums, rows[0], grad_q)
     grad_k, grad_v = (_added(x, kv_heads, k.dtype) for x in results)

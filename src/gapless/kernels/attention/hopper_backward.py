@@ -5,8 +5,8 @@ groups of four warps, the consumers, have 64 keys each and hold the gradients of
 queries a consumer finds transposed scores and weights P^T and the gradients dS^T of the scores, so that both are left
 factors from registers, and puts dS^T into shared memory, where both consumers take it for half of dQ = dS K each: five
 products in all. The scores of the next queries are started before dQ is taken out of the accumulators, so that the
-matrix units have work then. One warp, the producer, copies in; another, the sender, has the copy engine add dQ to an
-accumulator in global memory.
+matrix units have work then. One warp, the producer, copies in; two others, the senders, have the copy engine add dQ to
+an accumulator in global memory.
 
 Tiles of keys add to the same queries, in any order, or, for the same bits every time, in turn: a counter for each tile
 of queries and head says how many have added. Turns go by the index of the tile of keys, which is the order in which
@@ -68,7 +68,7 @@ class Form(NamedTuple):
     REGISTERS: int
     """Of a consumer's thread; the first consumer gets what is left."""
     FEW_REGISTERS: int
-    """Of a thread of the producer and the sender."""
+    """Of a thread of the producer and the senders."""
 
 
 _ROWS = constant(64)
@@ -240,7 +240,7 @@ def _produce(fed, F: gl.constexpr):
     _load(q_desc, queries, low * F.BM, head, q_full.index(slot), q.index(slot))
 
 
-# ---- the sender ----
+# ---- the senders ----
 
 
 @gluon_jit
@@ -267,8 +267,11 @@ def _turn(i, tile, shift, window, F: gl.constexpr):
 
 
 @gluon_jit
-def _send(sent, F: gl.constexpr):
-    """Have what the consumers found of dQ added up, head after head."""
+def _send(SENDER: gl.constexpr, sent, F: gl.constexpr):
+    """Have every other part of what the consumers found of dQ added up, head after head.
+
+    Two senders: one waits until its part has arrived, and its turn is over, while the other sends.
+    """
     desc, room, barriers, turns, places_, tile, shift, window, heads, tiles = sent
     full, empty = barriers
     padded, rows = places_
@@ -279,21 +282,22 @@ def _send(sent, F: gl.constexpr):
     for other in range(together):
         first = (head + other) * rows + padded
         for i in range(low, high):
-            row = first + i * F.BM
-            turn = 0
-            if F.ORDERED:
-                turn = _turn(i, tile, shift, window, F)
-                wait_for_value(turns + row // F.BM, turn)
-            mbarrier.wait(full, n & 1)
-            _add(desc, row, 0, room.index(0), turn, F)
-            if F.BM == 64:
-                _add(desc, row, HALF, room.index(1), turn, F)
-            else:
-                _add(desc, row + _ROWS, 0, room.index(1), turn, F)
-            tma_store_wait(0)
-            mbarrier.arrive(empty)
-            if F.ORDERED:
-                release_after_tma(turns + row // F.BM, turn + 1)
+            if n % 2 == SENDER:
+                row = first + i * F.BM
+                turn = 0
+                if F.ORDERED:
+                    turn = _turn(i, tile, shift, window, F)
+                    wait_for_value(turns + row // F.BM, turn)
+                mbarrier.wait(full.index(SENDER), n // 2 & 1)
+                _add(desc, row, 0, room.index(0), turn, F)
+                if F.BM == 64:
+                    _add(desc, row, HALF, room.index(1), turn, F)
+                else:
+                    _add(desc, row + _ROWS, 0, room.index(1), turn, F)
+                tma_store_wait(0)
+                mbarrier.arrive(empty.index(SENDER))
+                if F.ORDERED:
+                    release_after_tma(turns + row // F.BM, turn + 1)
             n += 1
 
 
@@ -371,10 +375,11 @@ def _step(state, n, i, rooms, barriers, keys, full, settings, CONSUMER: gl.const
     mbarrier.wait(q_full.index(after), (n + 1) // F.STAGES & 1)
     scores = _start_scores(k, q.index(after), CONSUMER, F)
     part = warpgroup_mma_wait(1, deps=[part])
-    mbarrier.wait(out_empty, (n & 1) ^ 1)
+    # The senders take turns at one room: it is empty when the other has sent the part before.
+    mbarrier.wait(out_empty.index((n + 1) % 2), ((n + 1) // 2 & 1) ^ 1)
     out.index(CONSUMER).store(part)
     fence_async_shared()
-    mbarrier.arrive(out_full)
+    mbarrier.arrive(out_full.index(n % 2))
     # Not carried into the next step unfinished: ptxas then serialises all products (note C7514).
     return grad_k, grad_v, warpgroup_mma_wait(0, deps=[scores])
 
@@ -513,7 +518,7 @@ def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F
     k_full = _barriers(1, 1).index(0)
     q_full, q_empty = _barriers(F.STAGES, 1), _barriers(F.STAGES, 2)
     grad_full, grad_empty = _barriers(F.STAGES, 1), _barriers(F.STAGES, 2)
-    out_full, out_empty = _barriers(1, 2).index(0), _barriers(1, 1).index(0)
+    out_full, out_empty = _barriers(2, 2), _barriers(2, 1)
     scale, scale2, softcap, window = numbers
     tiles = _tile_ranges(row, queries[1], keys[1], shift, window, F)
     low, _, _, high = tiles
@@ -531,9 +536,15 @@ def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F
         (head, together), (low, high),
     )  # fmt: skip
     gl.warp_specialize(
-        [(_consume, (0, taken, F)), (_consume, (1, taken, F)), (_produce, (fed, F)), (_send, (sent, F))],
-        [4, 1, 1],
-        [F.REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS],
+        [
+            (_consume, (0, taken, F)),
+            (_consume, (1, taken, F)),
+            (_produce, (fed, F)),
+            (_send, (0, sent, F)),
+            (_send, (1, sent, F)),
+        ],
+        [4, 1, 1, 1],
+        [F.REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS],
     )
 
 
