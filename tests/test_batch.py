@@ -216,6 +216,7 @@ def document(n):
         (lambda: TileSpec(query_tile=4, key_tile=4, window=0), "tiles and window must be at least 1"),
         (lambda: attention_tiles(-4, 64, [None], torch.float32, "cpu"), "head dims must be at least 1, not -4 and 64"),
         (lambda: attention_tiles(64, 64, [0], torch.float32, "cpu"), "window must be at least 1, or None"),
+        (lambda: attention_tiles(64, 64, [None], torch.float32, "cpu", groups=0), "groups must be at least 1"),
     ],
 )
 def test_refusals(build, message):

@@ -143,7 +143,9 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def _ours(problem: Problem) -> Side:
-    tiles = attention_tiles(problem.head_dim, problem.v_head_dim, [None], torch.bfloat16, problem.device)
+    tiles = attention_tiles(
+        problem.head_dim, problem.v_head_dim, [None], torch.bfloat16, problem.device, groups=problem.groups
+    )
     stream = segments(problem.lengths, tokens=sum(problem.lengths), tiles=tiles, device=problem.device)
     return Side(name="gapless", attend=lambda q, k, v: gapless.attention(q, k, v, stream, causal=problem.causal))
 

@@ -77,7 +77,7 @@ def attention() -> None:
         (256, {"return_lse": True}),
     ):
         options = dict(options)
-        tiles = attention_tiles(head_dim, head_dim, [options.get("window")], torch.bfloat16, "cuda")
+        tiles = attention_tiles(head_dim, head_dim, [options.get("window")], torch.bfloat16, "cuda", groups=2)
         stream = segments((70, 0, 1, 50), tokens=131, tiles=tiles, device="cuda")
         q, k, v = randn(131, 4, head_dim), randn(131, 2, head_dim), randn(131, 2, head_dim)
         if "sinks" in options:

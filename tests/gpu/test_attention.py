@@ -38,6 +38,17 @@ DIMS = [
     (64, 64),
     (128, 128),
 ]
+HEADS = [
+    [(1, 1), (4, 4)],
+    [(1, 1), (4, 4)],
+    [(3, 1), (6, 2)],
+    [(2, 1), (4, 2)],
+    [(4, 1), (8, 2)],
+    [(6, 1), (12, 2)],
+    [(8, 1), (16, 2)],
+    [(32, 1)],
+]
+"""Of queries and of keys, by what kernels are compiled for: how many share a tile."""
 KERNELS, EACH = 51, 9
 GPU = torch.device("cuda")
 on_hopper = pytest.mark.skipif(
@@ -73,13 +84,14 @@ class Laid(Case):
 def kind_of(seed):
     """What the kernels of a combination are compiled for, from `seed % KERNELS`; the rest is new every time."""
     kind = random.Random(seed % KERNELS)
-    return kind, DIMS[seed % KERNELS % len(DIMS)], kind.choice([BF16, BF16, FP16, BF16, FP16, FP32])
+    dims, dtype = DIMS[seed % KERNELS % len(DIMS)], kind.choice([BF16, BF16, FP16, BF16, FP16, FP32])
+    return kind, dims, dtype, kind.choice(HEADS)
 
 
 def drawn(seed):
     """A case of random documents, shapes and features."""
     draw = random.Random(seed)
-    kind, dims, dtype = kind_of(seed)
+    kind, dims, dtype, heads = kind_of(seed)
     longest = draw.choice([1, 40, 40, 300, 300, 700, 700, 3000])
     count = draw.randint(1, 2 if longest == 3000 else 6)
     lengths = [draw.choice([0, 1, draw.randint(1, longest), longest]) for _ in range(count)]
@@ -91,11 +103,13 @@ def drawn(seed):
         "scale": draw.choice([None, 0.05]),
         "sinks": kind.random() < 0.3,
         "lse": kind.random() < 0.5,
-        "heads": draw.choice([(1, 1), (4, 4)] if kind.random() < 0.3 else [(6, 2), (8, 1), (4, 2)]),
+        "heads": draw.choice(heads),
         "dtype": dtype,
         "dims": dims,
     }
-    settings = {"dims": dims, "dtype": dtype}
+    # Without a table for heads that share tiles, those of single heads run.
+    groups = options["heads"][0] // options["heads"][1] if kind.random() < 0.8 else 1
+    settings = {"dims": dims, "dtype": dtype, "groups": groups, "tail": draw.choice([0, 5, 5, 300])}
     queries = make_segments(lengths, options["window"], **settings)
     if draw.random() < 0.6:
         case = Laid(queries, **options)
@@ -126,7 +140,9 @@ def test_combinations(kernel):
 @on_hopper
 def test_enough_combinations_run_hoppers_kernels():
     kinds = [kind_of(seed) for seed in range(KERNELS * EACH)]
-    assert sum(hopper.applies(*dims, dtype, GPU) for _, dims, dtype in kinds) >= 300
+    kinds = [(dims, dtype, heads) for _, dims, dtype, heads in kinds if hopper.applies(*dims, dtype, GPU)]
+    assert len(kinds) >= 300
+    assert sum(hopper.forward_tile(*dims).packed(n // k).group > 1 for dims, _, [(n, k), *_] in kinds) >= 200
 
 
 @pytest.mark.parametrize(
@@ -142,7 +158,7 @@ def test_enough_combinations_run_hoppers_kernels():
     ],
 )
 def test_the_same_bits_every_time(dims, window, sinks, deterministic):
-    queries = make_segments([700, 1, 0, 333, 512], window, dims=dims, dtype=BF16)
+    queries = make_segments([700, 1, 0, 333, 512], window, dims=dims, dtype=BF16, groups=4)
     case = Case(queries, heads=(8, 2), dims=dims, dtype=BF16, window=window, sinks=sinks, lse=True)
     first = case.on_kernels()
     for _ in range(100):
@@ -193,10 +209,10 @@ def test_every_tile_of_hoppers_table_runs():
     tiles = {hopper.forward_tile(*dims): dims for dims in itertools.product(range(8, 257, 8), repeat=2)}
     assert len(tiles) > 2
     for tile, dims in tiles.items():
-        for turns in (False, True):
+        for turns, groups in itertools.product([False, True], [1, 2]):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(hopper, "forward_tile", lambda *_, tile=tile, turns=turns: tile._replace(turns=turns))
-                queries = make_segments([300, 1, 0, 577], None, dims=dims, dtype=BF16)
+                queries = make_segments([300, 1, 0, 577], None, dims=dims, dtype=BF16, groups=groups)
                 assert isinstance(flash._tiles(*dims, BF16, GPU).forward, hopper.Tile)
                 Case(queries, dims=dims, dtype=BF16, heads=(4, 2)).check(eps=1e-3)
 
@@ -221,7 +237,7 @@ def test_spare_columns_of_any_number():
 
 def test_a_captured_call():
     """It has a program for every row of the table, used or not."""
-    queries = make_segments([300, 0, 77], None, dims=(128, 128), dtype=BF16)
+    queries = make_segments([300, 0, 77], None, dims=(128, 128), dtype=BF16, groups=2)
     case = Case(queries, dims=(128, 128), dtype=BF16, heads=(4, 2))
     with torch.no_grad():
         expected = case.fast(*case.inputs)

@@ -9,10 +9,10 @@ from kernels.tools import DEVICE, check, guarded, kernels, run
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def make_segments(lengths, window, offsets=None, starts=None, tail=5, *, dims=(16, 16), dtype=FP32):
+def make_segments(lengths, window, offsets=None, starts=None, tail=5, *, dims=(16, 16), dtype=FP32, groups=1):
     end = sum(lengths) if starts is None else starts[-1] + lengths[-1]
     with kernels():
-        tiles = attention_tiles(*dims, [window], dtype, DEVICE)
+        tiles = attention_tiles(*dims, [window], dtype, DEVICE, groups=groups)
     room = len(lengths) + 2
     return segments(
         lengths, offsets=offsets, starts=starts, tokens=end + tail, max_documents=room, tiles=tiles, device=DEVICE

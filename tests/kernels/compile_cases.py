@@ -227,14 +227,18 @@ def hopper(
     heads: int = 4,
     tokens: int = 400,
     *,
+    groups: int = 1,
     ordered: bool = False,
     **options,
 ) -> None:
-    """Hopper's own kernels alone; the cases above have them, too. Few tokens: gradients per query head, in float32."""
+    """Hopper's own kernels alone; the cases above have them, too. Few tokens: gradients per query head, in float32.
+
+    groups: query heads per key head that tables are declared for; 1 for none that share tiles.
+    """
     if runtime.architecture(torch.device("cpu")) != 90:
         return
     grad = own.back_tile(head_dim, v_head_dim) is not None
-    tiles = attention_tiles(head_dim, v_head_dim, [options.get("window")], dtype, "cpu")
+    tiles = attention_tiles(head_dim, v_head_dim, [options.get("window")], dtype, "cpu", groups=groups)
     q = tensor(tokens, heads, head_dim, dtype=dtype, grad=grad)
     k, v = (tensor(tokens, 2, dim, dtype=dtype, grad=grad) for dim in (head_dim, v_head_dim))
     with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=ordered):
@@ -254,6 +258,10 @@ FEATURES = {"window": 100, "softcap": 30.0}
 case("flash.hopper-features-64")(lambda: hopper(64, 64, sinks=torch.zeros(4), **FEATURES))
 case("flash.hopper-features-96")(lambda: hopper(96, 96, sinks=torch.zeros(4), **FEATURES))
 case("flash.hopper-features-256")(lambda: hopper(256, 256, sinks=torch.zeros(4), **FEATURES))
+case("flash.hopper-packed")(lambda: hopper(128, 128, heads=8, groups=4))
+case("flash.hopper-packed-96")(lambda: hopper(96, 96, heads=4, groups=2))
+case("flash.hopper-packed-256")(lambda: hopper(256, 256, heads=32, groups=16, causal=False))
+case("flash.hopper-packed-features-64")(lambda: hopper(64, 64, heads=16, groups=8, sinks=torch.zeros(16), **FEATURES))
 case("flash.hopper-softcap")(lambda: hopper(128, 128, softcap=50.0))
 case("flash.hopper-ordered")(lambda: hopper(128, 128, ordered=True))
 case("flash.hopper-ordered-window")(lambda: hopper(64, 64, window=100, ordered=True))

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
+from gapless.batch import segments
 from gapless.kernels import gluon, runtime
-from gapless.kernels.attention import attention_tiles, flash, hopper
+from gapless.kernels.attention import attention, attention_tiles, flash, hopper
 from gapless.kernels.runtime import SHARED_MEMORY, forced
 from kernels.attention_cases import BF16, FP16, FP32
 
@@ -50,8 +51,44 @@ def test_when_they_run(chip, monkeypatch):
 @needs_gluon
 def test_their_tables_are_declared():
     with forced("triton", 90):
-        specs = attention_tiles(64, 64, [None], BF16, "cpu")
-    assert hopper.forward_tile(64, 64).queries in {spec.query_tile for spec in specs}
+        plain = attention_tiles(64, 64, [None], BF16, "cpu")
+        packed = attention_tiles(64, 64, [None], BF16, "cpu", groups=4)
+    assert {spec.query_tile for spec in plain} == {hopper.forward_tile(64, 64).queries} == {192}
+    assert {spec.query_tile for spec in packed} == {192, 48}
+    with forced("triton", 80):
+        assert len(attention_tiles(64, 64, [None], BF16, "cpu", groups=4)) == 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "shared"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (7, 1), (8, 8), (12, 4), (16, 16), (32, 16), (71, 1)]
+)
+def test_heads_that_share_a_tile(groups, shared):
+    tile = hopper.forward_tile(128, 128).packed(groups)
+    assert tile.group == shared
+    assert tile.queries * shared == 128
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    ("declared", "heads", "shared"),
+    [(4, (8, 2), 4), (1, (8, 2), 1), (2, (8, 2), 1), (4, (2, 2), 1), (6, (6, 1), 2), (32, (32, 1), 16)],
+)
+@pytest.mark.parametrize("dim", [128, 256])
+def test_the_tile_of_a_call(declared, heads, shared, dim, monkeypatch):
+    """Where the table of packed heads was not declared, the other runs."""
+    launches = []
+    monkeypatch.setattr(hopper, "launch_forward", lambda *given, **_: launches.append(given))
+    q, k = (torch.zeros(140, count, dim, dtype=BF16) for count in heads)
+    with forced("triton", 90):
+        stream = segments([100, 40], tiles=attention_tiles(dim, dim, [None], BF16, "cpu", groups=declared))
+        attention(q, k, k, stream)
+        (grid, *_, table, _, _, tile) = launches.pop()
+        assert tile.group == shared
+        assert grid[0] * grid[2] == heads[0] // shared
+        starts = range(0, 100, 128 // shared), range(100, 140, 128 // shared)
+        assert sorted(table[: grid[1], 1].tolist()) == [start for some in starts for start in some]
+        with pytest.raises(KeyError, match="query_tile=128"):
+            attention(q, k, k, segments([140], tiles=attention_tiles(64, 64, [None], BF16, "cpu", groups=declared)))
 
 
 def test_a_gluon_that_does_not_fit_is_told(chip, monkeypatch):
@@ -130,6 +167,27 @@ def test_padded_places_do_not_overlap():
             assert first >= ends
             ends = first + -(-length // tile) * tile
         assert ends <= back.padded_rows(tokens)
+
+
+@needs_gluon
+@pytest.mark.parametrize("heads", [2, 4, 16])
+def test_boxes_of_packed_heads(heads):
+    """Row r of a box, whose last axes run fastest, is token r // heads of head r % heads, or beyond the document."""
+    x = torch.empty(500, 2 * heads, 48, dtype=BF16)
+    tokens = 64 // heads
+    descriptor = gluon.ragged_descriptor(x, tokens, 32, heads)
+    assert list(descriptor.block_shape) == [1, 1, tokens, heads, 32]
+    steps = [step * x.element_size() for step in descriptor.strides]
+    for (start, count), first, head in itertools.product([(0, 500), (7, 1), (30, 0), (300, 101)], [0, 96], [0, heads]):
+        place = (gluon.ROWS, start + count, gluon.ROWS - count + first, head, 0)
+        for row, box in enumerate(itertools.product(*map(range, descriptor.block_shape[:-1]))):
+            index = [a + b for a, b in zip(place, (*box, 0), strict=True)]
+            token = first + row // heads
+            there = all(a < size for a, size in zip(index, descriptor.shape, strict=True))
+            assert there == (token < count)
+            if there:
+                offset = sum(a * step for a, step in zip(index, steps, strict=True)) % 2**64
+                assert offset == x[start + token, head + row % heads].data_ptr() - x.data_ptr()
 
 
 @needs_gluon

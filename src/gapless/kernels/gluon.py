@@ -95,8 +95,8 @@ def hopper_note(device: torch.device) -> str | None:
 # ---- documents of a packed stream by TMA ----
 
 
-def ragged_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
-    """Describe [T, heads, C] to TMA so that tiles [rows, columns] of a head end where a document does.
+def ragged_descriptor(x: torch.Tensor, rows: int, columns: int, heads: int = 1) -> Any:
+    """Describe [T, heads, C] to TMA so that tiles [rows, heads, columns] end where a document does.
 
     Hardware bounds a copy by the tensor's sizes: what is beyond reads as zeros and is not written. The end of a
     document is none of them, but differs from copy to copy. So the token axis is given three times, to be used at
@@ -108,11 +108,12 @@ def ragged_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
 
     Args:
         x: of 16 or 32 bits, whose memory satisfies `is_aligned`; fewer than 2^30 tokens.
-        rows: of a tile, at most 256.
+        rows: tokens of a tile, at most 256.
         columns: likewise; beyond C there are zeros.
+        heads: of a tile, likewise.
     """
     token, head, _ = x.stride()
-    block = (1, 1, rows, 1, columns)
+    block = (1, 1, rows, heads, columns)
     sizes = [_UNBOUNDED, _UNBOUNDED, ROWS, x.shape[1], x.shape[2]]
     return TensorDescriptor(x, sizes, [2**34 - token, token, token, head, 1], list(block), _layout(block, x.dtype))
 

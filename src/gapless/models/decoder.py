@@ -174,6 +174,5 @@ class Decoder(nn.Module):
     def attention_tiles(self) -> tuple[TileSpec, ...]:
         """The tile tables that the model's attention needs on its device; none for the reference."""
         config = self.config
-        return attention_tiles(
-            config.head_dim, config.head_dim, config.windows, self.dtype, self.rotary_frequencies.device
-        )
+        dims, device = (config.head_dim, config.head_dim), self.rotary_frequencies.device
+        return attention_tiles(*dims, config.windows, self.dtype, device, groups=config.heads // config.kv_heads)

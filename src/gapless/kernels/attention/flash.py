@@ -51,12 +51,17 @@ class Tile(NamedTuple):
 class Tiles(NamedTuple):
     """Of the three kernels: forward, gradient of queries, gradient of keys and values.
 
-    On Hopper the forward may be its own; so may be the backward, one kernel, and then `queries` is as `forward`.
+    On Hopper the forward may be its own; so may be the backward, one kernel, and then `queries` is as `forward`
+    without packed heads.
     """
 
     forward: Tile | hopper.Tile
     queries: Tile | hopper.Tile
     keys: Tile | hopper.BackTile
+
+    def packed(self, groups: int) -> Tiles:
+        """Those for `groups` query heads per key head, which share tiles of the forward where a kernel has that."""
+        return self._replace(forward=self.forward.packed(groups)) if isinstance(self.forward, hopper.Tile) else self
 
 
 # By padded head dim. Hopper's are the fastest of benchmarks/tiles/flash.py on an H200 at 2 x 8,192 tokens, causal; the
@@ -96,7 +101,13 @@ def _tiles(head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.dev
 
 
 def attention_tiles(
-    head_dim: int, v_head_dim: int, windows: Iterable[int | None], dtype: torch.dtype, device: torch.device | str
+    head_dim: int,
+    v_head_dim: int,
+    windows: Iterable[int | None],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    groups: int = 1,
 ) -> tuple[TileSpec, ...]:
     """The tile tables that `attention` needs, to be declared in a `BatchLayout` or given to `segments`.
 
@@ -106,24 +117,29 @@ def attention_tiles(
         windows: of the model's layers; None for a layer without one.
         dtype: of the tensors.
         device: of the tensors.
+        groups: query heads per key head. On Hopper query heads that read the same keys share tiles, which is faster,
+            in calls with as many as declared; all others find tables here, too.
 
     Returns:
         () where the reference runs: on a CPU, for heads above 256, for dtypes other than bf16, fp16 and float32.
 
     Raises:
         TypeError: a dtype that is none of torch's, a window that is not an integer.
-        ValueError: head dims or a window below 1.
+        ValueError: head dims, groups or a window below 1.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
     if head_dim < 1 or v_head_dim < 1:
         raise ValueError(f"head dims must be at least 1, not {head_dim} and {v_head_dim}")
+    if groups < 1:
+        raise ValueError(f"groups must be at least 1, the query heads per key head, not {groups}")
     known = dict.fromkeys(effective_window(window) for window in windows)
     device = torch.device(device)
     if not runs_kernels(device) or not _has_kernels(head_dim, v_head_dim, dtype):
         return ()
     tiles = _tiles(head_dim, v_head_dim, dtype, device)
-    return tuple(dict.fromkeys(spec for window in known for spec in _specs(tiles, window)))
+    both = (tiles.packed(groups), tiles)
+    return tuple(dict.fromkeys(spec for window in known for some in both for spec in _specs(some, window)))
 
 
 def effective_window(window: int | None) -> int | None:
@@ -244,6 +260,9 @@ def flash_attention(
     if isinstance(tiles.forward, hopper.Tile):
         q, k, v = (gluon.aligned(x) for x in (q, k, v))
         room = spare if spare % 8 == 0 else 0  # rows of the output are multiples of 16 bytes
+    packed = tiles.packed(q.shape[1] // k.shape[1])
+    if _specs(packed, window)[0] in q_segments.tiles:  # they may have been declared for other groups
+        tiles = packed
     ordered = torch.are_deterministic_algorithms_enabled()
     call = _Call(q_segments, k_segments, window, softcap, scale, causal, ordered, tiles)
     if torch.is_grad_enabled():
@@ -326,7 +345,8 @@ def _forward(
     tile, spec = call.tiles.forward, _specs(call.tiles, call.window)[0]
     tables = call.q_segments.tile_tables(spec)
     groups = heads // k.shape[1]
-    grid = _grid(tables.forward, tables.forward_used, heads, groups, (k, v))
+    shared = tile.group if isinstance(tile, hopper.Tile) else 1
+    grid = _grid(tables.forward, tables.forward_used, heads // shared, groups // shared, (k, v))
     if isinstance(tile, hopper.Tile):
         given = (sinks, lse, tables.forward, call.documents(), call.numbers(), tile)
         hopper.launch_forward(grid, (q, k, v, out), *given, **call.constants())

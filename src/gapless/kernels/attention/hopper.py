@@ -15,6 +15,8 @@ from gapless.kernels.runtime import family, launch, next_power_of_2
 
 ROWS = 64
 """Queries of a group of four warps: what Hopper's matrix units multiply at a time."""
+PACKED = True
+"""Whether query heads that read the same keys share tiles."""
 
 
 class Tile(NamedTuple):
@@ -24,11 +26,20 @@ class Tile(NamedTuple):
     consumers: int
     stages: int
     turns: bool
+    group: int = 1
+    """Query heads that share a tile."""
 
     @property
     def queries(self) -> int:
-        """Of a program, all consumers together."""
-        return ROWS * self.consumers
+        """Tokens of a program, all consumers together."""
+        return ROWS // self.group * self.consumers
+
+    def packed(self, groups: int) -> Tile:
+        """The tile that heads share where a key head has `groups`: the largest power of two that divides these.
+
+        At most 16, with which a consumer has 4 tokens, and tables are 16 times as long.
+        """
+        return self._replace(group=min(groups & -groups, 16) if PACKED else 1)
 
 
 class BackTile(NamedTuple):
@@ -85,7 +96,7 @@ def launch_forward(
     """Run the forward.
 
     Args:
-        grid: heads of a section, rows of the table, sections.
+        grid: groups of `tile.group` heads of a section, rows of the table, sections.
         tensors: q [Tq, N, D], k [Tk, K, D], v [Tk, K, V] and out [Tq, N, V], each `gluon.is_aligned`.
         sinks: [N], or None.
         lse: float32 [N, Tq], in units of log2 e.
@@ -98,19 +109,19 @@ def launch_forward(
     if 0 in grid:
         return
     q, k, v, out = tensors
-    d, width = chunks(q.shape[2]), chunks(v.shape[2])
+    d, width, rows = chunks(q.shape[2]), chunks(v.shape[2]), ROWS // tile.group
     launch(
         hopper_forward,
         grid,
         q.device,
-        *(*_descriptors(q, ROWS, d), *_descriptors(k, tile.keys, d)),
-        *(*_descriptors(v, tile.keys, width), *_descriptors(out, ROWS, width)),
+        *(*_descriptors(q, rows, d, tile.group), *_descriptors(k, tile.keys, d)),
+        *(*_descriptors(v, tile.keys, width), *_descriptors(out, rows, width, tile.group)),
         *(lse if sinks is None else sinks, lse, table),
         *documents,
         *numbers,
         *(q.shape[0], q.shape[1] // k.shape[1]),
         F=Form(
-            ROWS, tile.keys, tile.consumers, tile.stages, tile.turns, *d, *width,
+            ROWS, tile.group, tile.keys, tile.consumers, tile.stages, tile.turns, *d, *width,
             SINKS=sinks is not None, REGISTERS=_REGISTERS[tile.consumers][0],
             FEW_REGISTERS=_REGISTERS[tile.consumers][1], **masks,
         ),
@@ -118,11 +129,11 @@ def launch_forward(
     )  # fmt: skip
 
 
-def _descriptors(x: torch.Tensor, rows: int, columns: tuple[int, int]) -> list[object]:
+def _descriptors(x: torch.Tensor, rows: int, columns: tuple[int, int], heads: int = 1) -> list[object]:
     """Of both chunks of columns; None in place of a second that is empty, which costs a launch nothing."""
     if not x.shape[0]:
         x = x.new_zeros(1, *x.shape[1:])  # never read: TMA wants an address
-    return [ragged_descriptor(x, rows, count) if count else None for count in columns]
+    return [ragged_descriptor(x, rows, count, heads) if count else None for count in columns]
 
 
 class Backward(NamedTuple):

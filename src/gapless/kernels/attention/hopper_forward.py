@@ -6,6 +6,10 @@ queries see to the first. A consumer starts the scores of a tile, then the weigh
 the softmax of the first while the matrix units do the second. With turns, one consumer's products run during the
 softmax of another.
 
+Query heads that read the same keys may share a tile: row r of a consumer is token r // GROUP of head r % GROUP, as TMA
+has them where a box of the tensor is some tokens of GROUP heads. All are fed with one copy of the keys, and documents
+of few tokens fill more of a tile.
+
 Head dims are cut in two chunks of powers of two, 96 = 64 + 32, each with descriptors, shared memory and accumulators of
 its own, so that none is padded to the next power. Documents end in hardware: see `gluon.ragged_descriptor`.
 """
@@ -37,7 +41,9 @@ class Form(NamedTuple):
     """What a kernel is compiled for."""
 
     BM: int
-    """Queries of a consumer; its four warps have 16 each."""
+    """Rows of a consumer; its four warps have 16 each."""
+    GROUP: int
+    """Query heads in a tile; a power of two, which divides the query heads of a key head."""
     BN: int
     """Keys of a tile."""
     CONSUMERS: int
@@ -70,6 +76,12 @@ _FIRST_BARRIER = constant(9)
 def _accumulator(columns):
     """Layout of a consumer's product: 16 rows a warp."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@constexpr_function
+def _tokens(F):
+    """Of a consumer's tile."""
+    return F.BM // F.GROUP
 
 
 @constexpr_function
@@ -108,10 +120,8 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon_jit
 def _load_chunk(desc, start, count, row, head, column, barrier, room):
-    ROWS: gl.constexpr = desc.block_type.shape[2]
-    COLUMNS: gl.constexpr = desc.block_type.shape[4]
     place = ragged_place(start, count, row, head, column)
-    tma_load(desc, place, barrier, room.reshape([1, 1, ROWS, 1, COLUMNS]))
+    tma_load(desc, place, barrier, room.reshape(desc.block_type.shape))
 
 
 @gluon_jit
@@ -139,7 +149,7 @@ def _produce(fed, F: gl.constexpr):
     low, high = tiles
     CONSUMERS: gl.constexpr = F.CONSUMERS
     for consumer in gl.static_range(CONSUMERS):
-        _load(q_descs, queries, row + consumer * F.BM, head, q_full.index(consumer), _at(q, consumer), F.D1)
+        _load(q_descs, queries, row + consumer * _tokens(F), head, q_full.index(consumer), _at(q, consumer), F.D1)
     for n in range(0, high - low):
         slot = n % F.STAGES
         # The first round finds all slots empty: the phase before the first counts as over.
@@ -328,36 +338,50 @@ def _attend(q, rooms, barriers, query, key_count, tiles, settings, CONSUMER: gl.
 
 
 @gluon_jit
+def _rows(row, F: gl.constexpr):
+    """Query and head of a consumer's rows, from the query and the head of its first."""
+    index = gl.arange(0, F.BM, layout=gl.SliceLayout(1, _accumulator(F.BN)))
+    return row + index // F.GROUP, index % F.GROUP
+
+
+@gluon_jit
+def _store_lse(lse, value, document, query, other):
+    """To [N, tokens], in whose row of the first head `lse` = (pointer, tokens) begins."""
+    pointer, tokens = lse
+    start, count = document
+    gl.store(pointer + other.to(gl.int64) * tokens + start + query, value, mask=query < count)
+
+
+@gluon_jit
 def _store(descs, room, document, row, head, F: gl.constexpr):
     """Write a consumer's rows, those beyond the document left out."""
     start, count = document
     fence_async_shared()
-    tma_store(descs[0], ragged_place(start, count, row, head, 0), room[0].reshape([1, 1, F.BM, 1, F.V0]))
+    tma_store(descs[0], ragged_place(start, count, row, head, 0), room[0].reshape(descs[0].block_type.shape))
     if F.V1 > 0:
-        tma_store(descs[1], ragged_place(start, count, row, head, F.V0), room[1].reshape([1, 1, F.BM, 1, F.V1]))
+        tma_store(descs[1], ragged_place(start, count, row, head, F.V0), room[1].reshape(descs[1].block_type.shape))
     tma_store_wait(0)
 
 
 @gluon_jit
 def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
     """Attend from the consumer's queries, and write what they get."""
-    descs, lse, sink, rooms, barriers, queries, key_count, row, shift, head, tiles, settings = taken
+    descs, lse, sinks, rooms, barriers, queries, key_count, row, shift, head, tiles, settings = taken
     q, k, v, out = rooms
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    start, count = queries
-    row += CONSUMER * F.BM
-    rows = row + gl.arange(0, F.BM, layout=gl.SliceLayout(1, _accumulator(F.BN)))
+    row += CONSUMER * _tokens(F)
+    query, other = _rows(row, F)
     if CONSUMER == F.CONSUMERS - 1:
         _give_turn(CONSUMER, F)  # the first starts
     mbarrier.wait(q_full.index(CONSUMER), 0)
     out0, out1, top, total = _attend(
-        _at(q, CONSUMER), (k, v), (k_full, k_empty, v_full, v_empty), rows + shift, key_count,
+        _at(q, CONSUMER), (k, v), (k_full, k_empty, v_full, v_empty), query + shift, key_count,
         tiles, settings, CONSUMER, F,
     )  # fmt: skip
     if CONSUMER == 0:
         _wait_for_turn(CONSUMER, F)  # which the last gave, so that none is left over
     if F.SINKS:
-        extra = sink * _LOG2_E
+        extra = gl.load(sinks + head + other).to(gl.float32) * _LOG2_E
         new_top = gl.maximum(top, extra)
         shrink = gl.exp2(top - new_top)
         total = total * shrink + gl.exp2(extra - new_top)
@@ -365,7 +389,7 @@ def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
         top = new_top
     out0, out1 = _times(out0, out1, gl.where(total > 0, 1.0 / total, 0.0), F)
     # log2(0) is -inf: a row that sees nothing.
-    gl.store(lse + start + rows, top + gl.log2(total), mask=rows < count)
+    _store_lse(lse, top + gl.log2(total), queries, query, other)
     room = _at(out, CONSUMER)
     room[0].store(out0.to(k[0].dtype))
     if F.V1 > 0:
@@ -380,7 +404,7 @@ def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
 def _tile_ranges(row, query_count, key_count, shift, window, F: gl.constexpr):
     """Tiles of keys that a program's queries see, at least one: masked from low, then full, masked again up to high."""
     first = row + shift
-    last = gl.minimum(row + F.CONSUMERS * F.BM, query_count) - 1 + shift
+    last = gl.minimum(row + F.CONSUMERS * _tokens(F), query_count) - 1 + shift
     key_high = key_count
     seen_by_all = key_count
     key_low = 0
@@ -400,24 +424,23 @@ def _tile_ranges(row, query_count, key_count, shift, window, F: gl.constexpr):
 
 @gluon_jit
 def _clear(descs, lse, begin, tokens, head, F: gl.constexpr):
-    """Zeros from token `begin` on, up to the end of the stream, and an LSE of -inf."""
+    """Zeros from token `begin` on, up to the end of the stream, and LSEs of -inf."""
     dtype: gl.constexpr = descs[0].dtype
     room = _at(_tiles(dtype, 1, F.BM, F.V0, F.V1), 0)
     room[0].store(gl.full([F.BM, F.V0], 0.0, dtype, _accumulator(F.V0)))
     if F.V1 > 0:
         room[1].store(gl.full([F.BM, F.V1], 0.0, dtype, _accumulator(F.V1)))
-    row_layout: gl.constexpr = gl.SliceLayout(1, _accumulator(F.V0))
     CONSUMERS: gl.constexpr = F.CONSUMERS
     for consumer in gl.static_range(CONSUMERS):
-        row = begin + consumer * F.BM
+        row = begin + consumer * _tokens(F)
         _store(descs, room, (0, tokens), row, head, F)
-        rows = row + gl.arange(0, F.BM, layout=row_layout)
-        gl.store(lse + rows, gl.full([F.BM], -_INF, gl.float32, row_layout), mask=rows < tokens)
+        query, other = _rows(row, F)
+        _store_lse(lse, gl.full([F.BM], -_INF, gl.float32, query.type.layout), (0, tokens), query, other)
 
 
 @gluon_jit
 def _attend_tile(
-    q_descs, k_descs, v_descs, out_descs, lse, sink, queries, keys, row, shift, heads, settings, F: gl.constexpr
+    q_descs, k_descs, v_descs, out_descs, lse, sinks, queries, keys, row, shift, heads, settings, F: gl.constexpr
 ):
     """Set up shared memory, and let the warps go their ways."""
     dtype: gl.constexpr = q_descs[0].dtype
@@ -434,7 +457,7 @@ def _attend_tile(
     empty_v = _barriers(F.STAGES, F.CONSUMERS)
     barriers = (full_q, full_k, empty_k, full_v, empty_v)
     tiles = _tile_ranges(row, queries[1], keys[1], shift, settings[2], F)
-    taken = (out_descs, lse, sink, (q, k, v, out), barriers, queries, keys[1], row, shift, heads[0], tiles, settings)
+    taken = (out_descs, lse, sinks, (q, k, v, out), barriers, queries, keys[1], row, shift, heads[0], tiles, settings)
     fed = ((q_descs, k_descs, v_descs), (q, k, v), barriers, queries, keys, row, heads, (tiles[0], tiles[3]))
     if F.CONSUMERS == 2:
         gl.warp_specialize(
@@ -455,15 +478,15 @@ def hopper_forward(
     q0, q1, k0, k1, v0, v1, out0, out1, sinks, lse, table, q_start, q_used, q_offset, k_start, k_used, k_offset,
     scale2, softcap, window, tokens, groups, F: gl.constexpr,
 ):  # fmt: skip
-    """A tile of the forward table for one head, as `flash_forward` has it; tiles of the tail are cleared.
+    """A tile of the forward table for GROUP heads, as `flash_forward` has it for one; tiles of the tail are cleared.
 
-    Programs are (head of a section, row of the table, section). Descriptors are of [T, heads, D or V], for the two
-    chunks of columns; None where there is no second.
+    Programs are (group of heads of a section, row of the table, section). Descriptors are of [T, heads, D or V], for
+    the two chunks of columns; None where there is no second.
     """
-    head = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+    head = (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) * F.GROUP
     document = gl.load(table + 2 * gl.program_id(1))
     begin = gl.load(table + 2 * gl.program_id(1) + 1)
-    lse += head.to(gl.int64) * tokens
+    log = (lse + head.to(gl.int64) * tokens, tokens)
     if F.D1 == 0:
         q1, k1 = q0, k0
     if F.V1 == 0:
@@ -473,12 +496,9 @@ def hopper_forward(
             document, q_start, q_used, q_offset, k_start, k_used, k_offset
         )
         queries, keys = (start, query_count), (key_start, key_count)
-        sink = 0.0
-        if F.SINKS:
-            sink = gl.load(sinks + head).to(gl.float32)
         _attend_tile(
-            (q0, q1), (k0, k1), (v0, v1), (out0, out1), lse, sink, queries, keys, begin - start, shift,
+            (q0, q1), (k0, k1), (v0, v1), (out0, out1), log, sinks, queries, keys, begin - start, shift,
             (head, head // groups), (scale2, softcap, window), F,
         )  # fmt: skip
     elif document == TAIL:
-        _clear((out0, out1), lse, begin, tokens, head, F)
+        _clear((out0, out1), log, begin, tokens, head, F)
