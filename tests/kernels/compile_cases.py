@@ -233,11 +233,12 @@ def hopper(
 ) -> None:
     """Hopper's own kernels alone; the cases above have them, too. Few tokens: gradients per query head, in float32.
 
-    groups: query heads per key head that tables are declared for; 1 for none that share tiles.
+    groups: query heads per key head that tables are declared for. Beyond 1 they share tiles in the forward, which then
+        is all there is.
     """
     if runtime.architecture(torch.device("cpu")) != 90:
         return
-    grad = own.back_tile(head_dim, v_head_dim) is not None
+    grad = groups == 1 and own.back_tile(head_dim, v_head_dim) is not None
     tiles = attention_tiles(head_dim, v_head_dim, [options.get("window")], dtype, "cpu", groups=groups)
     q = tensor(tokens, heads, head_dim, dtype=dtype, grad=grad)
     k, v = (tensor(tokens, 2, dim, dtype=dtype, grad=grad) for dim in (head_dim, v_head_dim))

@@ -36,7 +36,7 @@ STACK: dict[str, tuple[int, str]] = {
     "attention.hopper_forward.hopper_forward": (48, "with Triton 3.9 alone"),
     "flash.64 attention.hopper_forward.hopper_forward": (264, THREE),
     "flash.hopper-fp16 attention.hopper_forward.hopper_forward": (264, THREE),
-    "flash.hopper-sinks attention.hopper_forward.hopper_forward": (312, THREE),
+    "flash.hopper-sinks attention.hopper_forward.hopper_forward": (256, THREE),
     "flash.hopper-features-64 attention.hopper_forward.hopper_forward": (408, THREE),
     "flash.hopper-packed-features-64 attention.hopper_forward.hopper_forward": (344, THREE),
     "flash.hopper-ordered-window attention.hopper_forward.hopper_forward": (256, THREE),
