@@ -238,7 +238,7 @@ def hopper(
     """
     if runtime.architecture(torch.device("cpu")) != 90:
         return
-    grad = groups == 1 and own.back_tile(head_dim, v_head_dim) is not None
+    grad = groups == 1
     tiles = attention_tiles(head_dim, v_head_dim, [options.get("window")], dtype, "cpu", groups=groups)
     q = tensor(tokens, heads, head_dim, dtype=dtype, grad=grad)
     k, v = (tensor(tokens, 2, dim, dtype=dtype, grad=grad) for dim in (head_dim, v_head_dim))
@@ -248,11 +248,12 @@ def hopper(
             out.sum().backward()
 
 
-@case("flash.fallback-128")
+@case("flash.fallback")
 def _fallback() -> None:
     """What runs on Hopper where Gluon does not fit."""
     with mock.patch.object(own, "applies", return_value=False):
         flash(128, 128)
+        flash(256, 256)
 
 
 FEATURES = {"window": 100, "softcap": 30.0}

@@ -29,6 +29,7 @@ QUICK_CASES = tuple({name.split(".")[0]: name for name in reversed(CASES)}.value
 THREE = "three consumers have 160 registers each, mostly in masked tiles, with Triton 3.9 (3.6: 80 at most)"
 GRADIENTS = "two gradients, scores and a part of dQ fill the registers; what is stored are addresses"
 WIDE = "products of 64 x 128 fill the registers; with Triton 3.6 32 to 472"
+HALVES = "gradients of 64 x 256 are half of all registers; most with Triton 3.9"
 STACK: dict[str, tuple[int, str]] = {
     "skinny._project_kernel": (16, "on sm_100 and sm_120 with Triton 3.9: ptxas trades four registers for a block"),
     "attention.flash_forward.flash_forward": (72, "output, scores and weights fill the registers"),
@@ -41,16 +42,20 @@ STACK: dict[str, tuple[int, str]] = {
     "flash.hopper-packed-features-64 attention.hopper_forward.hopper_forward": (344, THREE),
     "flash.hopper-ordered-window attention.hopper_forward.hopper_forward": (256, THREE),
     "flash.hopper-few-tokens-64 attention.hopper_forward.hopper_forward": (88, THREE),
-    "attention.hopper_backward.hopper_backward": (136, GRADIENTS),
+    "attention.hopper_backward.hopper_backward": (168, GRADIENTS),
     "flash.64 attention.hopper_backward.hopper_backward": (296, WIDE),
     "flash.hopper-fp16 attention.hopper_backward.hopper_backward": (280, WIDE),
     "flash.hopper-8 attention.hopper_backward.hopper_backward": (408, WIDE),
     "flash.hopper-sinks attention.hopper_backward.hopper_backward": (376, WIDE),
     "flash.hopper-ordered-window attention.hopper_backward.hopper_backward": (360, WIDE),
     "flash.hopper-features-64 attention.hopper_backward.hopper_backward": (680, WIDE + "; the softcap's slope, too"),
-    "flash.hopper-features-96 attention.hopper_backward.hopper_backward": (264, GRADIENTS + "; the slope, too"),
-    "flash.hopper-softcap attention.hopper_backward.hopper_backward": (272, GRADIENTS + "; the slope, too"),
+    "flash.hopper-features-96 attention.hopper_backward.hopper_backward": (288, GRADIENTS + "; the slope, too"),
+    "flash.hopper-softcap attention.hopper_backward.hopper_backward": (296, GRADIENTS + "; the slope, too"),
     "flash.features attention.hopper_backward.hopper_backward": (256, GRADIENTS + "; the slope, too"),
+    "attention.hopper_wide.hopper_wide_keys": (312, HALVES + " (3.6: 88)"),
+    "attention.hopper_wide.hopper_wide_queries": (600, HALVES + " (3.6: 296)"),
+    "flash.hopper-features-256 attention.hopper_wide.hopper_wide_keys": (432, HALVES + "; the slope, too"),
+    "flash.hopper-features-256 attention.hopper_wide.hopper_wide_queries": (680, HALVES + "; the slope, too"),
     "attention.hopper_backward.hopper_queries": (8, "with Triton 3.9 alone"),
     "attention.flash_backward.flash_keys": (136, "two gradients and two products fill the registers"),
     "flash.64 attention.flash_backward.flash_keys": (160, "tiles of 64 x 64 without wgmma have operands there, too"),

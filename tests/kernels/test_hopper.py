@@ -11,7 +11,7 @@ import torch
 from gapless.batch import segments
 from gapless.kernels import gluon, runtime
 from gapless.kernels.attention import attention, attention_tiles, flash, hopper
-from gapless.kernels.runtime import SHARED_MEMORY, forced
+from gapless.kernels.runtime import SHARED_MEMORY, forced, next_power_of_2
 from kernels.attention_cases import BF16, FP16, FP32
 
 GPU = torch.device("cuda")
@@ -39,7 +39,8 @@ def test_when_they_run(chip, monkeypatch):
     assert not any(hopper.applies(d, v, BF16, GPU) for d, v in [(68, 64), (64, 60), (264, 64), (64, 264)])
     assert isinstance(flash._tiles(64, 64, BF16, GPU).forward, hopper.Tile)
     assert isinstance(flash._tiles(128, 72, BF16, GPU).keys, hopper.BackTile)
-    assert isinstance(flash._tiles(192, 128, BF16, GPU).keys, flash.Tile)
+    assert hopper.back_tile(192, 128).wide
+    assert not hopper.back_tile(128, 128).wide
     monkeypatch.setattr(gluon, "FITS", False)
     assert not hopper.applies(64, 64, BF16, GPU)
     assert isinstance(flash._tiles(64, 64, BF16, GPU).forward, flash.Tile)
@@ -91,6 +92,20 @@ def test_the_tile_of_a_call(declared, heads, shared, dim, monkeypatch):
             attention(q, k, k, segments([140], tiles=attention_tiles(64, 64, [None], BF16, "cpu", groups=declared)))
 
 
+@needs_gluon
+@pytest.mark.parametrize(
+    ("lengths", "shared"), [([4096], 1), ([4100], 1), ([128, 128], 1), ([300] * 9, 4), ([20] * 9, 4)]
+)
+def test_heads_share_tiles_where_documents_are_short(lengths, shared, monkeypatch):
+    launches = []
+    monkeypatch.setattr(hopper, "launch_forward", lambda *given, **_: launches.append(given))
+    q, k = (torch.zeros(sum(lengths), count, 128, dtype=BF16) for count in (4, 1))
+    with forced("triton", 90):
+        tiles = attention_tiles(128, 128, [None], BF16, "cpu", groups=4)
+        attention(q, k, k, segments(lengths, tiles=tiles))
+    assert launches[0][-1].group == shared
+
+
 def test_a_gluon_that_does_not_fit_is_told(chip, monkeypatch):
     chip(90)
     monkeypatch.setattr(gluon, "FITS", True)
@@ -140,9 +155,13 @@ def test_all_fit_shared_memory():
 def test_all_of_the_backward_fits_shared_memory():
     for d, v in itertools.product(DIMS, DIMS):
         tile = hopper.back_tile(d, v)
-        if tile is None:
+        d_columns, v_columns = (max(64, next_power_of_2(dim)) for dim in (d, v))
+        columns = d_columns + v_columns
+        if tile.wide:
+            of_keys = columns * (tile.stages * tile.queries + tile.keys)
+            of_queries = columns * 2 * hopper.ROWS + hopper.ROWS * (tile.stages * d_columns + v_columns)
+            assert 2 * max(of_keys, of_queries) + 4 * 2 * tile.stages * tile.queries + 1024 <= SHARED_MEMORY[90], (d, v)
             continue
-        columns = sum(64 if dim <= 64 else 128 for dim in (d, v))
         half = max(d, v) if tile.queries == 128 else (64 if d > 64 else 32)
         elements = columns * (tile.stages * tile.queries + tile.keys) + 2 * tile.keys * tile.queries
         numbers = 2 * 64 * max(half, 32) + 2 * tile.stages * tile.queries
@@ -160,7 +179,7 @@ def test_padded_places_do_not_overlap():
             starts.append(place)
             place += length + draw.choice([0, 0, 3])
         tokens = place + draw.choice([0, 5])
-        back = hopper.Backward(*[None] * 4, [None, lengths], *[None] * 2, hopper.BackTile(tile))
+        back = hopper.Backward(*[None] * 4, [None, lengths], *[None] * 2, hopper.BackTile(tile, 128))
         ends = 0
         for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             first = (start // tile + index) * tile

@@ -9,14 +9,14 @@ import torch
 
 from gapless.kernels import gluon
 from gapless.kernels.attention import hopper_backward as back
+from gapless.kernels.attention import hopper_shared
+from gapless.kernels.attention import hopper_wide as wide_back
 from gapless.kernels.attention.hopper_forward import Form, hopper_forward
 from gapless.kernels.gluon import plain_descriptor, ragged_descriptor
 from gapless.kernels.runtime import family, launch, next_power_of_2
 
 ROWS = 64
 """Queries of a group of four warps: what Hopper's matrix units multiply at a time."""
-PACKED = True
-"""Whether query heads that read the same keys share tiles."""
 
 
 class Tile(NamedTuple):
@@ -39,15 +39,20 @@ class Tile(NamedTuple):
 
         At most 16, with which a consumer has 4 tokens, and tables are 16 times as long.
         """
-        return self._replace(group=min(groups & -groups, 16) if PACKED else 1)
+        return self._replace(group=min(groups & -groups, 16))
 
 
 class BackTile(NamedTuple):
-    """Tile of the backward."""
+    """Tile of the backward: `hopper_backward`'s, or, of 64 keys, `hopper_wide`'s."""
 
     queries: int
-    keys: int = back.KEYS
+    keys: int
     stages: int = 2
+
+    @property
+    def wide(self) -> bool:
+        """Whether two kernels run, for heads above 128."""
+        return self.keys == ROWS
 
 
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -76,10 +81,10 @@ def forward_tile(head_dim: int, v_head_dim: int) -> Tile:
     return Tile(128 if v <= 128 and d <= 192 else 64, 2, 2, False)
 
 
-def back_tile(head_dim: int, v_head_dim: int) -> BackTile | None:
-    """The fastest likewise; None for heads above 128, whose gradients do not fit the registers of two consumers."""
-    d = max(head_dim, v_head_dim)
-    return None if d > 128 else BackTile(64 if d > 64 else 128)
+def back_tile(head_dim: int, v_head_dim: int) -> BackTile:
+    """The fastest likewise. Gradients of 128 keys above 128 features do not fit the registers of two consumers."""
+    dim = max(head_dim, v_head_dim)
+    return BackTile(ROWS, ROWS) if dim > 128 else BackTile(64 if dim > 64 else 128, back.KEYS)
 
 
 def launch_forward(
@@ -153,9 +158,26 @@ class Backward(NamedTuple):
         """Queries per head in tiles of their own: documents begin at multiples of a tile."""
         return (tokens // self.tile.queries + len(self.documents[1]) + 1) * self.tile.queries
 
-    def columns(self, dim: int) -> int:
-        """Of tiles in shared memory."""
-        return max(64, next_power_of_2(dim))
+    def form(self, q: torch.Tensor, v: torch.Tensor, *, wide: bool, ordered: bool = False) -> hopper_shared.Form:
+        """For q [Tq, N, D] and v [Tk, K, V]; `wide`: gradients of keys and values in float32."""
+        d, width = (max(64, next_power_of_2(x.shape[2])) for x in (q, v))
+        tile, (registers, few) = self.tile, _REGISTERS[2]
+        return hopper_shared.Form(
+            tile.queries, tile.keys, d, width, q.shape[2], v.shape[2], tile.stages, **self.masks,
+            ORDERED=ordered, WIDE=wide, REGISTERS=registers, FEW_REGISTERS=few,
+        )  # fmt: skip
+
+    def descriptors(self, tensors: Sequence[torch.Tensor], form: hopper_shared.Form) -> list[object]:
+        """Of q, k, v, the output's gradient, and of LSE and delta in padded places."""
+        q, k, v, grad, *rows = tensors
+        tile = self.tile
+        return [
+            ragged_descriptor(q, tile.queries, form.D),
+            ragged_descriptor(k, tile.keys, form.D),
+            ragged_descriptor(v, tile.keys, form.V),
+            ragged_descriptor(grad, tile.queries, form.V),
+            *(plain_descriptor(x, (1, tile.queries)) for x in rows),
+        ]
 
 
 def launch_delta(
@@ -212,33 +234,70 @@ def launch_backward(
     Returns:
         The queries' gradient before the scale, in padded places, float32 [N, rows, columns].
     """
-    q, k, v, grad, lse, delta = tensors
+    q, k, v, _, lse, _ = tensors
     (heads, rows), tile = lse.shape, b.tile
-    d, width = b.columns(q.shape[2]), b.columns(v.shape[2])
+    form = b.form(q, v, wide=results[0].dtype == torch.float32, ordered=ordered)
     # The first to add in turn writes instead. Where nobody adds, `launch_queries` reads nothing.
     new = torch.empty if ordered else torch.zeros
-    sums = new(heads, rows, d, dtype=torch.float32, device=q.device)
+    sums = new(heads, rows, form.D, dtype=torch.float32, device=q.device)
     turns = torch.zeros(heads * rows // tile.queries if ordered else 1, dtype=torch.int32, device=q.device)
-    wide = results[0].dtype == torch.float32
-    half = d // 2 if tile.queries == ROWS else d
+    half = form.D // 2 if tile.queries == ROWS else form.D
     launch(
         back.hopper_backward,
         grid,
         q.device,
-        *(ragged_descriptor(q, tile.queries, d), ragged_descriptor(k, tile.keys, d)),
-        *(ragged_descriptor(v, tile.keys, width), ragged_descriptor(grad, tile.queries, width)),
-        *(plain_descriptor(lse, (1, tile.queries)), plain_descriptor(delta, (1, tile.queries))),
-        plain_descriptor(sums.flatten(0, 1), (ROWS, half)),
-        *(None if wide else ragged_descriptor(x, ROWS, n) for x, n in zip(results, (d, width), strict=True)),
-        *(*results, turns, b.k_table, *b.documents, *b.numbers),
+        *(*b.descriptors(tensors, form), plain_descriptor(sums.flatten(0, 1), (ROWS, half))),
+        *(*_results(results, form), turns, b.k_table, *b.documents, *b.numbers),
         *(k.shape[0], heads // k.shape[1], together, rows),
-        F=back.Form(
-            tile.queries, d, width, q.shape[2], v.shape[2], tile.stages, **b.masks, ORDERED=ordered, WIDE=wide,
-            REGISTERS=_REGISTERS[2][0], FEW_REGISTERS=_REGISTERS[2][1],
-        ),
+        F=form,
         num_warps=4,
-    )  # fmt: skip
+    )
     return sums
+
+
+def _results(results: Sequence[torch.Tensor], form: hopper_shared.Form) -> list[object]:
+    """Descriptors of the gradients of keys and values, or None where they are written without, and these."""
+    columns = (form.D, form.V)
+    descs = [None if form.WIDE else ragged_descriptor(x, ROWS, n) for x, n in zip(results, columns, strict=True)]
+    return [*descs, *results]
+
+
+def launch_wide_keys(
+    b: Backward,
+    grid: tuple[int, ...],
+    tensors: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    together: int,
+) -> None:
+    """Write the gradients of keys and values of heads above 128; arguments as for `launch_backward`."""
+    q, k, v, *_ = tensors
+    form = b.form(q, v, wide=results[0].dtype == torch.float32)
+    launch(
+        wide_back.hopper_wide_keys,
+        grid,
+        q.device,
+        *(*b.descriptors(tensors, form), *_results(results, form), b.k_table, *b.documents, *b.numbers),
+        *(k.shape[0], q.shape[1] // k.shape[1], together),
+        F=form,
+        num_warps=4,
+    )
+
+
+def launch_wide_queries(
+    b: Backward, grid: tuple[int, ...], tensors: Sequence[torch.Tensor], grad_q: torch.Tensor
+) -> None:
+    """Write the gradient of queries, dense [Tq, N, D], of heads above 128; `grid` of tiles of 128 queries."""
+    q, k, v, _, lse, delta = tensors
+    form = b.form(q, v, wide=False)
+    launch(
+        wide_back.hopper_wide_queries,
+        grid,
+        q.device,
+        *(*b.descriptors(tensors[:4], form), ragged_descriptor(grad_q, ROWS, form.D), lse, delta),
+        *(b.q_table, *b.documents, *b.numbers, q.shape[0], q.shape[1] // k.shape[1], lse.shape[1]),
+        F=form,
+        num_warps=4,
+    )
 
 
 def launch_queries(b: Backward, sums: torch.Tensor, lse_padded: torch.Tensor, grad_q: torch.Tensor) -> None:

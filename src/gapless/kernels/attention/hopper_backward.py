@@ -17,9 +17,20 @@ The accumulator has queries in tiles of their own (`_padded`), whatever the plac
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, capped, clear_rows, places
+from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, clear_rows, places
+from gapless.kernels.attention.hopper_shared import (
+    accumulator,
+    clear_keys,
+    flat,
+    load_numbers,
+    load_tile,
+    new_barriers,
+    own_rows,
+    query_tiles,
+    shared,
+    weights_again,
+    write_rows,
+)
 from gapless.kernels.gluon import (
     constant,
     constexpr_function,
@@ -28,10 +39,8 @@ from gapless.kernels.gluon import (
     gluon_jit,
     mbarrier,
     named_barrier_wait,
-    ragged_place,
     release_after_tma,
     tma_add,
-    tma_load,
     tma_store,
     tma_store_wait,
     wait_for_value,
@@ -43,55 +52,9 @@ from gapless.kernels.runtime import jit, tl
 KEYS = 128
 """Keys of a program, of two consumers together."""
 
-
-class Form(NamedTuple):
-    """What a kernel is compiled for."""
-
-    BM: int
-    """Queries of a tile: 64, of whose dQ each consumer finds half the columns, or 128, half the rows."""
-    D: int
-    """Columns of tiles of queries and keys, a power of two; what is beyond the head dim is zero."""
-    V: int
-    """Likewise of values."""
-    D_HEAD: int
-    """The head dim of queries and keys."""
-    V_HEAD: int
-    STAGES: int
-    """Tiles of queries in shared memory."""
-    CAUSAL: bool
-    WINDOW: bool
-    SOFTCAP: bool
-    ORDERED: bool
-    """Whether tiles of keys take turns."""
-    WIDE: bool
-    """Whether the gradients of keys and values are written in float32, to be added up."""
-    REGISTERS: int
-    """Of a consumer's thread; the first consumer gets what is left."""
-    FEW_REGISTERS: int
-    """Of a thread of the producer and the senders."""
-
-
 _ROWS = constant(64)
 _KEYS = constant(KEYS)
 _MEETING = constant(9)
-_NEVER = constant(1 << 30)
-
-
-@constexpr_function
-def _accumulator(columns):
-    """Layout of a consumer's product: 16 rows a warp."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@constexpr_function
-def _shared(rows, columns, dtype):
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-
-
-@constexpr_function
-def _flat():
-    """Layout of numbers in a row."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
 @constexpr_function
@@ -192,20 +155,6 @@ def hopper_queries(
 
 
 @gluon_jit
-def _load(desc, document, row, head, barrier, room):
-    """Start to copy a tile of a document's rows: zeros beyond its end."""
-    ROWS: gl.constexpr = desc.block_type.shape[2]
-    COLUMNS: gl.constexpr = desc.block_type.shape[4]
-    place = ragged_place(document[0], document[1], row, head, 0)
-    tma_load(desc, place, barrier, room.reshape([1, 1, ROWS, 1, COLUMNS]))
-
-
-@gluon_jit
-def _load_numbers(desc, head, place, barrier, room, F: gl.constexpr):
-    tma_load(desc, [head, place], barrier, room.reshape([1, F.BM]))
-
-
-@gluon_jit
 def _produce(fed, F: gl.constexpr):
     """Feed the consumers: their keys and values, and tiles of queries and gradients, head after head."""
     descs, rooms, barriers, queries, keys, padded, row, heads, tiles = fed
@@ -215,8 +164,8 @@ def _produce(fed, F: gl.constexpr):
     head, kv_head, together = heads
     low, high = tiles
     mbarrier.expect(k_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    _load(k_desc, keys, row, kv_head, k_full, k)
-    _load(v_desc, keys, row, kv_head, k_full, v)
+    load_tile(k_desc, keys, row, kv_head, k_full, k)
+    load_tile(v_desc, keys, row, kv_head, k_full, v)
     n = 0
     for other in range(together):
         for i in range(low, high):
@@ -226,18 +175,18 @@ def _produce(fed, F: gl.constexpr):
             place = padded + i * F.BM
             mbarrier.wait(q_empty.index(slot), phase)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-            _load(q_desc, queries, i * F.BM, head + other, q_full.index(slot), q.index(slot))
-            _load_numbers(lse_desc, head + other, place, q_full.index(slot), lse.index(slot), F)
+            load_tile(q_desc, queries, i * F.BM, head + other, q_full.index(slot), q.index(slot))
+            load_numbers(lse_desc, head + other, place, q_full.index(slot), lse.index(slot), F)
             mbarrier.wait(grad_empty.index(slot), phase)
             mbarrier.expect(grad_full.index(slot), grad_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-            _load(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
-            _load_numbers(delta_desc, head + other, place, grad_full.index(slot), delta.index(slot), F)
+            load_tile(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
+            load_numbers(delta_desc, head + other, place, grad_full.index(slot), delta.index(slot), F)
             n += 1
     # Scores are started a tile ahead: the last, which nobody reads, want queries, too.
     slot = n % F.STAGES
     mbarrier.wait(q_empty.index(slot), (n // F.STAGES & 1) ^ 1)
     mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-    _load(q_desc, queries, low * F.BM, head, q_full.index(slot), q.index(slot))
+    load_tile(q_desc, queries, low * F.BM, head, q_full.index(slot), q.index(slot))
 
 
 # ---- the senders ----
@@ -305,30 +254,10 @@ def _send(SENDER: gl.constexpr, sent, F: gl.constexpr):
 
 
 @gluon_jit
-def _weights(scores, lse, i, keys, masked, settings, F: gl.constexpr):
-    """The softmax's weights again, [keys, queries], and the slope of the softcap."""
-    key, key_count, shift = keys
-    scale2, softcap, window = settings
-    scores, bent = capped(scores, scale2, softcap, F.SOFTCAP)
-    weights = gl.exp2(scores - lse[None, :])
-    if masked:
-        # Limits of a row less what changes with the tile: a comparison with a constant for each column.
-        column = gl.arange(0, F.BM, layout=gl.SliceLayout(0, _accumulator(F.BM)))
-        ahead = shift + i * F.BM
-        first = gl.where(key < key_count, key - ahead if F.CAUSAL else 0, _NEVER)
-        seen = column[None, :] >= first[:, None]
-        if F.WINDOW:
-            seen = seen & (column[None, :] < (key - ahead + window)[:, None])
-        weights = gl.where(seen, weights, 0.0)
-    slope = 1 - bent * bent if F.SOFTCAP else bent
-    return weights, slope
-
-
-@gluon_jit
 def _start_part(grad_scores, k, CONSUMER: gl.constexpr, F: gl.constexpr):
     """Start a consumer's part of dQ: half the columns of 64 queries, or 64 of 128 queries."""
     HALF: gl.constexpr = _half(F)
-    zeros = gl.full([_ROWS, HALF], 0.0, gl.float32, _accumulator(HALF))
+    zeros = gl.full([_ROWS, HALF], 0.0, gl.float32, accumulator(HALF))
     if F.BM == 64:
         left = grad_scores.permute((1, 0))
         right = k.slice(CONSUMER * HALF, HALF, 1)
@@ -345,16 +274,16 @@ def _step(state, n, i, rooms, barriers, keys, full, settings, CONSUMER: gl.const
     q, k, v, grad, lse, delta, grad_scores_room, out = rooms
     q_full, q_empty, grad_full, grad_empty, out_full, out_empty = barriers
     dtype: gl.constexpr = q.dtype
-    columns: gl.constexpr = gl.SliceLayout(0, _accumulator(F.BM))
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator(F.BM))
     slot = n % F.STAGES
     after = (n + 1) % F.STAGES
     mbarrier.wait(grad_full.index(slot), n // F.STAGES & 1)
     # dP^T - delta: the accumulator begins with -delta, which saves 1 operation in 5 and the registers of delta.
-    base = gl.full([_ROWS, F.BM], 0.0, gl.float32, _accumulator(F.BM)) - delta.index(slot).load(columns)[None, :]
-    products = warpgroup_mma(_mine(v, CONSUMER), grad.index(slot).permute((1, 0)), base, is_async=True)
+    base = gl.full([_ROWS, F.BM], 0.0, gl.float32, accumulator(F.BM)) - delta.index(slot).load(columns)[None, :]
+    products = warpgroup_mma(own_rows(v, CONSUMER), grad.index(slot).permute((1, 0)), base, is_async=True)
     masked = (i < full[0]) | (i >= full[1])
-    weights, slope = _weights(scores, lse.index(slot).load(columns), i, keys, masked, settings, F)
-    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, _accumulator(F.V), 2))
+    weights, slope = weights_again(scores, lse.index(slot).load(columns), i, keys, masked, settings, F)
+    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, accumulator(F.V), 2))
     products = warpgroup_mma_wait(0, deps=[products])
     grad_v = warpgroup_mma(p, grad.index(slot), grad_v, is_async=True)
     weights = weights * products
@@ -362,10 +291,10 @@ def _step(state, n, i, rooms, barriers, keys, full, settings, CONSUMER: gl.const
         weights = weights * slope
     # Two rooms: when both consumers have met for this one, both are done with the other.
     room = grad_scores_room.index(n & 1)
-    _mine(room, CONSUMER).store(weights.to(dtype))
+    own_rows(room, CONSUMER).store(weights.to(dtype))
     fence_async_shared()
     named_barrier_wait(_MEETING, 256)
-    ds = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, _accumulator(F.D), 2))
+    ds = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, accumulator(F.D), 2))
     grad_k = warpgroup_mma(ds, q.index(slot), grad_k, is_async=True)
     part = _start_part(room, k, CONSUMER, F)
     grad_v, _ = warpgroup_mma_wait(2, deps=[grad_v, p])
@@ -385,43 +314,9 @@ def _step(state, n, i, rooms, barriers, keys, full, settings, CONSUMER: gl.const
 
 
 @gluon_jit
-def _mine(tile, CONSUMER: gl.constexpr):
-    """The consumer's 64 rows of 128."""
-    return tile.slice(CONSUMER * _ROWS, _ROWS, 0)
-
-
-@gluon_jit
 def _start_scores(k, q, CONSUMER: gl.constexpr, F: gl.constexpr):
-    zeros = gl.full([_ROWS, F.BM], 0.0, gl.float32, _accumulator(F.BM))
-    return warpgroup_mma(_mine(k, CONSUMER), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon_jit
-def _targets(pointer, token, head, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
-    """Addresses of [64, COLUMNS] in a dense [Tk, heads, WIDTH], and which columns there are."""
-    heads = gl.num_programs(0) * gl.num_programs(2)
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, _accumulator(COLUMNS)))
-    target = pointer + (token.to(gl.int64) * heads + head)[:, None] * WIDTH + column[None, :]
-    return target, (column < WIDTH)[None, :]
-
-
-@gluon_jit
-def _write(
-    x, result, room, keys, row, head,
-    CONSUMER: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, F: gl.constexpr,
-):  # fmt: skip
-    """Write a consumer's 64 rows of a gradient, those beyond the document left out."""
-    desc, pointer = result
-    start, count = keys
-    if F.WIDE:
-        rows = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _accumulator(COLUMNS)))
-        target, there = _targets(pointer, start + rows, head, WIDTH, COLUMNS)
-        gl.store(target, x, mask=(rows < count)[:, None] & there)
-    else:
-        _mine(room, CONSUMER).store(x.to(room.dtype))
-        fence_async_shared()
-        source = room.reshape([1, 1, _KEYS, 1, COLUMNS]).slice(CONSUMER * _ROWS, _ROWS, 2)
-        tma_store(desc, ragged_place(start, count, row, head, 0), source)
+    zeros = gl.full([_ROWS, F.BM], 0.0, gl.float32, accumulator(F.BM))
+    return warpgroup_mma(own_rows(k, CONSUMER), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon_jit
@@ -434,9 +329,9 @@ def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
     low, full_low, full_high, high = tiles
     scale, scale2, softcap, window = settings
     row += CONSUMER * _ROWS
-    key = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _accumulator(F.BM)))
-    grad_k = gl.full([_ROWS, F.D], 0.0, gl.float32, _accumulator(F.D))
-    grad_v = gl.full([_ROWS, F.V], 0.0, gl.float32, _accumulator(F.V))
+    key = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, accumulator(F.BM)))
+    grad_k = gl.full([_ROWS, F.D], 0.0, gl.float32, accumulator(F.D))
+    grad_v = gl.full([_ROWS, F.V], 0.0, gl.float32, accumulator(F.V))
     mbarrier.wait(k_full, 0)
     mbarrier.wait(q_full.index(0), 0)
     scores = warpgroup_mma_wait(0, deps=[_start_scores(k, q.index(0), CONSUMER, F)])
@@ -450,54 +345,12 @@ def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
             )  # fmt: skip
             n += 1
     named_barrier_wait(_MEETING, 256)  # both are done with all keys: gradients take their place
-    _write(grad_k * scale, results[0], k, keys, row, head, CONSUMER, F.D_HEAD, F.D, F)
-    _write(grad_v, results[1], v, keys, row, head, CONSUMER, F.V_HEAD, F.V, F)
+    write_rows(grad_k * scale, results[0], k, keys, row, head, CONSUMER, F.D_HEAD, F.D, F)
+    write_rows(grad_v, results[1], v, keys, row, head, CONSUMER, F.V_HEAD, F.V, F)
     tma_store_wait(0)
 
 
 # ---- the kernel ----
-
-
-@gluon_jit
-def _tile_ranges(row, query_count, key_count, shift, window, F: gl.constexpr):
-    """Tiles of queries that see a program's keys: from low masked, then full, masked again up to high."""
-    last = gl.minimum(row + _KEYS, key_count) - 1
-    first_query = 0
-    all_from = 0
-    stop_query = query_count
-    if F.CAUSAL:
-        first_query = gl.maximum(row - shift, 0)
-        all_from = gl.maximum(last - shift, 0)
-    if F.WINDOW:
-        stop_query = gl.minimum(query_count, last + window - shift)
-    low = first_query // F.BM
-    high = gl.maximum(gl.cdiv(gl.maximum(stop_query, 0), F.BM), low)
-    full_low = gl.cdiv(all_from, F.BM)
-    full_high = high
-    if F.WINDOW:
-        full_high = gl.maximum(row + window - shift, 0) // F.BM
-    if row + _KEYS > key_count:
-        full_low = high
-    return low, full_low, full_high, high
-
-
-@gluon_jit
-def _clear(pointer, begin, tokens, head, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
-    """Zeros for a program's keys from token `begin` on, up to the end of the stream."""
-    for first in range(begin, gl.minimum(begin + _KEYS, tokens), _ROWS):
-        token = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _accumulator(COLUMNS)))
-        target, there = _targets(pointer, token, head, WIDTH, COLUMNS)
-        zeros = gl.full([_ROWS, COLUMNS], 0.0, pointer.dtype.element_ty, _accumulator(COLUMNS))
-        gl.store(target, zeros, mask=(token < tokens)[:, None] & there)
-
-
-@gluon_jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers that open when ARRIVALS have come, and as many bytes as are expected."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(index), ARRIVALS)
-    return barriers
 
 
 @gluon_jit
@@ -507,20 +360,20 @@ def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F
     head, kv_head, result, together = heads
     turns, document_place, rows = padded
     HALF: gl.constexpr = _half(F)
-    q = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.D], _shared(F.BM, F.D, dtype))
-    grad = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.V], _shared(F.BM, F.V, dtype))
-    k = gl.allocate_shared_memory(dtype, [_KEYS, F.D], _shared(_KEYS, F.D, dtype))
-    v = gl.allocate_shared_memory(dtype, [_KEYS, F.V], _shared(_KEYS, F.V, dtype))
-    grad_scores = gl.allocate_shared_memory(dtype, [2, _KEYS, F.BM], _shared(_KEYS, F.BM, dtype))
-    out = gl.allocate_shared_memory(gl.float32, [2, _ROWS, HALF], _shared(_ROWS, HALF, gl.float32))
-    lse = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], _flat())
-    delta = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], _flat())
-    k_full = _barriers(1, 1).index(0)
-    q_full, q_empty = _barriers(F.STAGES, 1), _barriers(F.STAGES, 2)
-    grad_full, grad_empty = _barriers(F.STAGES, 1), _barriers(F.STAGES, 2)
-    out_full, out_empty = _barriers(2, 2), _barriers(2, 1)
+    q = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.D], shared(F.BM, F.D, dtype))
+    grad = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.V], shared(F.BM, F.V, dtype))
+    k = gl.allocate_shared_memory(dtype, [_KEYS, F.D], shared(_KEYS, F.D, dtype))
+    v = gl.allocate_shared_memory(dtype, [_KEYS, F.V], shared(_KEYS, F.V, dtype))
+    grad_scores = gl.allocate_shared_memory(dtype, [2, _KEYS, F.BM], shared(_KEYS, F.BM, dtype))
+    out = gl.allocate_shared_memory(gl.float32, [2, _ROWS, HALF], shared(_ROWS, HALF, gl.float32))
+    lse = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
+    delta = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
+    k_full = new_barriers(1, 1).index(0)
+    q_full, q_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
+    grad_full, grad_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
+    out_full, out_empty = new_barriers(2, 2), new_barriers(2, 1)
     scale, scale2, softcap, window = numbers
-    tiles = _tile_ranges(row, queries[1], keys[1], shift, window, F)
+    tiles = query_tiles(row, queries[1], keys[1], shift, window, F)
     low, _, _, high = tiles
     taken = (
         results, (q, k, v, grad, lse, delta, grad_scores, out),
@@ -574,5 +427,5 @@ def hopper_backward(
             (head, head // groups, result, together), (scale, scale2, softcap, window), F,
         )  # fmt: skip
     elif document == TAIL:
-        _clear(grad_k, begin, k_tokens, result, F.D_HEAD, F.D)
-        _clear(grad_v, begin, k_tokens, result, F.V_HEAD, F.V)
+        clear_keys(grad_k, begin, k_tokens, result, F.D_HEAD, F.D, F)
+        clear_keys(grad_v, begin, k_tokens, result, F.V_HEAD, F.V, F)
