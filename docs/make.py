@@ -90,10 +90,10 @@ def tree() -> str:
         first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0].rstrip(".")
         if path.name == "__init__.py" and path.parent != SOURCE:
             lines.append(
-                f"{'  ' * len(name.parts[:-1])}{f'{name.parent.name}/':<{24 - 2 * len(name.parts[:-1])}}{first}"
+                f"{'  ' * len(name.parts[:-1])}{f'{name.parent.name}/':<{26 - 2 * len(name.parts[:-1])}}{first}"
             )
         else:
-            lines.append(f"{'  ' * len(name.parts)}{path.name:<{24 - 2 * len(name.parts)}}{first}")
+            lines.append(f"{'  ' * len(name.parts)}{path.name:<{26 - 2 * len(name.parts)}}{first}")
     return "".join(f"    {line}\n" for line in lines)
 
 
