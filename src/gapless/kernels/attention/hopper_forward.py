@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, capped, places
+from gapless.kernels.attention.hopper_shared import accumulator, key_tiles, new_barriers, seen_keys, shared
 from gapless.kernels.gluon import (
     constant,
     constexpr_function,
@@ -73,20 +74,9 @@ _FIRST_BARRIER = constant(9)
 
 
 @constexpr_function
-def _accumulator(columns):
-    """Layout of a consumer's product: 16 rows a warp."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@constexpr_function
 def _tokens(F):
     """Of a consumer's tile."""
     return F.BM // F.GROUP
-
-
-@constexpr_function
-def _shared(rows, columns, dtype):
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
 
 
 # ---- shared memory ----
@@ -95,8 +85,8 @@ def _shared(rows, columns, dtype):
 @gluon_jit
 def _tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, C0: gl.constexpr, C1: gl.constexpr):
     """Room for COUNT tiles in two chunks; the first stands in for a second of no columns."""
-    first = gl.allocate_shared_memory(dtype, [COUNT, ROWS, C0], _shared(ROWS, C0, dtype))
-    second = gl.allocate_shared_memory(dtype, [COUNT, ROWS, C1], _shared(ROWS, C1, dtype)) if C1 > 0 else first
+    first = gl.allocate_shared_memory(dtype, [COUNT, ROWS, C0], shared(ROWS, C0, dtype))
+    second = gl.allocate_shared_memory(dtype, [COUNT, ROWS, C1], shared(ROWS, C1, dtype)) if C1 > 0 else first
     return first, second
 
 
@@ -104,15 +94,6 @@ def _tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, C0: gl.
 def _at(tiles, index):
     """Both chunks of a tile."""
     return tiles[0].index(index), tiles[1].index(index)
-
-
-@gluon_jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers that open when ARRIVALS have come, and as many bytes as are expected."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(index), ARRIVALS)
-    return barriers
 
 
 # ---- the producer ----
@@ -179,7 +160,7 @@ def _give_turn(CONSUMER: gl.constexpr, F: gl.constexpr):
 
 @gluon_jit
 def _start_scores(q, k, F: gl.constexpr):
-    zeros = gl.full([F.BM, F.BN], 0.0, gl.float32, _accumulator(F.BN))
+    zeros = gl.full([F.BM, F.BN], 0.0, gl.float32, accumulator(F.BN))
     scores = warpgroup_mma(q[0], k[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
     if F.D1 > 0:
         scores = warpgroup_mma(q[1], k[1].permute((1, 0)), scores, is_async=True)
@@ -207,9 +188,9 @@ def _wait_for_values(weights, out0, out1, F: gl.constexpr):
 @gluon_jit
 def _times(out0, out1, factor, F: gl.constexpr):
     """Rows times a factor each."""
-    out0 = out0 * gl.convert_layout(factor, gl.SliceLayout(1, _accumulator(F.V0)))[:, None]
+    out0 = out0 * gl.convert_layout(factor, gl.SliceLayout(1, accumulator(F.V0)))[:, None]
     if F.V1 > 0:
-        out1 = out1 * gl.convert_layout(factor, gl.SliceLayout(1, _accumulator(F.V1)))[:, None]
+        out1 = out1 * gl.convert_layout(factor, gl.SliceLayout(1, accumulator(F.V1)))[:, None]
     return out0, out1
 
 
@@ -227,13 +208,7 @@ def _softmax(scores, top, total, tile, query, key_count, settings, MASKED: gl.co
     else:
         factor = scale2
     if MASKED:
-        # Limits of a row less what changes with the tile: a comparison with a constant for each column.
-        column = gl.arange(0, F.BN, layout=gl.SliceLayout(0, _accumulator(F.BN)))
-        first = tile * F.BN
-        stop = gl.minimum(query + 1, key_count) - first if F.CAUSAL else query * 0 + key_count - first
-        seen = column[None, :] < stop[:, None]
-        if F.WINDOW:
-            seen = seen & (column[None, :] > (query - window - first)[:, None])
+        seen = seen_keys(query, key_count, tile * F.BN, window, F.BN, F.CAUSAL, F.WINDOW)
         scores = gl.where(seen, scores, -_INF)
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
     # A row that has seen no key yet keeps -inf, and subtracts 0 instead, which gives weights of 0.
@@ -268,7 +243,7 @@ def _as_operand(pairs, dtype: gl.constexpr, F: gl.constexpr):
             text, "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
         )  # fmt: skip
     weights = gl.join(low, high).reshape([pairs.shape[0], 2 * pairs.shape[1]])
-    return gl.convert_layout(weights, gl.DotOperandLayout(0, _accumulator(F.V0), 2))
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, accumulator(F.V0), 2))
 
 
 @gluon_jit
@@ -306,9 +281,9 @@ def _attend(q, rooms, barriers, query, key_count, tiles, settings, CONSUMER: gl.
     low, full_low, full_high, high = tiles
     k, v = rooms
     k_full, k_empty, v_full, v_empty = barriers
-    row_layout: gl.constexpr = gl.SliceLayout(1, _accumulator(F.BN))
-    out0 = gl.full([F.BM, F.V0], 0.0, gl.float32, _accumulator(F.V0))
-    out1 = gl.full([F.BM, F.V1 if F.V1 > 0 else 16], 0.0, gl.float32, _accumulator(F.V1 if F.V1 > 0 else 16))
+    row_layout: gl.constexpr = gl.SliceLayout(1, accumulator(F.BN))
+    out0 = gl.full([F.BM, F.V0], 0.0, gl.float32, accumulator(F.V0))
+    out1 = gl.full([F.BM, F.V1 if F.V1 > 0 else 16], 0.0, gl.float32, accumulator(F.V1 if F.V1 > 0 else 16))
     top = gl.full([F.BM], -_INF, gl.float32, row_layout)
     total = gl.full([F.BM], 0.0, gl.float32, row_layout)
     mbarrier.wait(k_full.index(0), 0)
@@ -340,7 +315,7 @@ def _attend(q, rooms, barriers, query, key_count, tiles, settings, CONSUMER: gl.
 @gluon_jit
 def _rows(row, F: gl.constexpr):
     """Query and head of a consumer's rows, from the query and the head of its first."""
-    index = gl.arange(0, F.BM, layout=gl.SliceLayout(1, _accumulator(F.BN)))
+    index = gl.arange(0, F.BM, layout=gl.SliceLayout(1, accumulator(F.BN)))
     return row + index // F.GROUP, index % F.GROUP
 
 
@@ -401,35 +376,13 @@ def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
 
 
 @gluon_jit
-def _tile_ranges(row, query_count, key_count, shift, window, F: gl.constexpr):
-    """Tiles of keys that a program's queries see, at least one: masked from low, then full, masked again up to high."""
-    first = row + shift
-    last = gl.minimum(row + F.CONSUMERS * _tokens(F), query_count) - 1 + shift
-    key_high = key_count
-    seen_by_all = key_count
-    key_low = 0
-    unseen_by_some = 0
-    if F.CAUSAL:
-        key_high = gl.minimum(key_count, last + 1)
-        seen_by_all = gl.minimum(key_count, first + 1)
-    if F.WINDOW:
-        key_low = gl.maximum(first - window + 1, 0)
-        unseen_by_some = gl.maximum(last - window + 1, 0)
-    low = key_low // F.BN
-    high = gl.maximum(gl.cdiv(gl.maximum(key_high, 0), F.BN), low + 1)
-    full_high = gl.maximum(gl.minimum(gl.maximum(seen_by_all, 0) // F.BN, high), low)
-    full_low = gl.minimum(gl.maximum(gl.cdiv(unseen_by_some, F.BN), low), full_high)
-    return low, full_low, full_high, high
-
-
-@gluon_jit
 def _clear(descs, lse, begin, tokens, head, F: gl.constexpr):
     """Zeros from token `begin` on, up to the end of the stream, and LSEs of -inf."""
     dtype: gl.constexpr = descs[0].dtype
     room = _at(_tiles(dtype, 1, F.BM, F.V0, F.V1), 0)
-    room[0].store(gl.full([F.BM, F.V0], 0.0, dtype, _accumulator(F.V0)))
+    room[0].store(gl.full([F.BM, F.V0], 0.0, dtype, accumulator(F.V0)))
     if F.V1 > 0:
-        room[1].store(gl.full([F.BM, F.V1], 0.0, dtype, _accumulator(F.V1)))
+        room[1].store(gl.full([F.BM, F.V1], 0.0, dtype, accumulator(F.V1)))
     CONSUMERS: gl.constexpr = F.CONSUMERS
     for consumer in gl.static_range(CONSUMERS):
         row = begin + consumer * _tokens(F)
@@ -450,13 +403,14 @@ def _attend_tile(
     # Outputs take the place of the queries where they fit: a consumer is done with these when it has those.
     alike: gl.constexpr = F.V0 == F.D0 and (F.V1 == F.D1 or F.V1 == 0)
     out = q if alike else _tiles(dtype, F.CONSUMERS, F.BM, F.V0, F.V1)
-    full_q = _barriers(F.CONSUMERS, 1)
-    full_k = _barriers(F.STAGES, 1)
-    empty_k = _barriers(F.STAGES, F.CONSUMERS)
-    full_v = _barriers(F.STAGES, 1)
-    empty_v = _barriers(F.STAGES, F.CONSUMERS)
+    full_q = new_barriers(F.CONSUMERS, 1)
+    full_k = new_barriers(F.STAGES, 1)
+    empty_k = new_barriers(F.STAGES, F.CONSUMERS)
+    full_v = new_barriers(F.STAGES, 1)
+    empty_v = new_barriers(F.STAGES, F.CONSUMERS)
     barriers = (full_q, full_k, empty_k, full_v, empty_v)
-    tiles = _tile_ranges(row, queries[1], keys[1], shift, settings[2], F)
+    tokens: gl.constexpr = F.CONSUMERS * _tokens(F)
+    tiles = key_tiles(row, tokens, queries[1], keys[1], shift, settings[2], F.BN, F.CAUSAL, F.WINDOW)
     taken = (out_descs, lse, sinks, (q, k, v, out), barriers, queries, keys[1], row, shift, heads[0], tiles, settings)
     fed = ((q_descs, k_descs, v_descs), (q, k, v), barriers, queries, keys, row, heads, (tiles[0], tiles[3]))
     if F.CONSUMERS == 2:

@@ -1,4 +1,4 @@
-"""What the kernels of attention's backward on Hopper share."""
+"""What attention's kernels for Hopper share: layouts, masks, which tiles meet, and the backward's form and copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gapless.kernels.gluon import (
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for."""
+    """What a kernel of the backward is compiled for."""
 
     BM: int
     """Queries of a tile."""
@@ -143,25 +143,42 @@ def query_tiles(row, query_count, key_count, shift, window, F: gl.constexpr):
 
 
 @gluon_jit
-def key_tiles(row, queries, query_count, key_count, shift, window, F: gl.constexpr):
-    """Tiles of keys that a program's queries see, at least one: from low masked, then full, masked again up to high."""
+def key_tiles(
+    row, queries, query_count, key_count, shift, window,
+    BN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Tiles of keys that a program's queries see, at least one: masked from low, then full, masked again up to high."""
     first = row + shift
     last = gl.minimum(row + queries, query_count) - 1 + shift
     key_high = key_count
     seen_by_all = key_count
     key_low = 0
     unseen_by_some = 0
-    if F.CAUSAL:
+    if CAUSAL:
         key_high = gl.minimum(key_count, last + 1)
         seen_by_all = gl.minimum(key_count, first + 1)
-    if F.WINDOW:
+    if WINDOW:
         key_low = gl.maximum(first - window + 1, 0)
         unseen_by_some = gl.maximum(last - window + 1, 0)
-    low = key_low // F.KEYS
-    high = gl.maximum(gl.cdiv(gl.maximum(key_high, 0), F.KEYS), low + 1)
-    full_low = gl.cdiv(unseen_by_some, F.KEYS)
-    full_high = gl.maximum(seen_by_all, 0) // F.KEYS
+    low = key_low // BN
+    high = gl.maximum(gl.cdiv(gl.maximum(key_high, 0), BN), low + 1)
+    full_high = gl.maximum(gl.minimum(gl.maximum(seen_by_all, 0) // BN, high), low)
+    full_low = gl.minimum(gl.maximum(gl.cdiv(unseen_by_some, BN), low), full_high)
     return low, full_low, full_high, high
+
+
+@gluon_jit
+def seen_keys(query, key_count, first, window, BN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Which of BN keys from `first` on queries see, [queries, keys]; positions counted from the document's first key.
+
+    By limits of a row less what changes with the tile: a comparison with a constant for each column.
+    """
+    column = gl.arange(0, BN, layout=gl.SliceLayout(0, accumulator(BN)))
+    stop = gl.minimum(query + 1, key_count) - first if CAUSAL else query * 0 + key_count - first
+    seen = column[None, :] < stop[:, None]
+    if WINDOW:
+        seen = seen & (column[None, :] > (query - window - first)[:, None])
+    return seen
 
 
 @gluon_jit

@@ -20,6 +20,7 @@ from gapless.kernels.attention.hopper_shared import (
     load_tile,
     new_barriers,
     query_tiles,
+    seen_keys,
     shared,
     weights_again,
     write_rows,
@@ -301,12 +302,7 @@ def _query_step(state, n, j, rooms, barriers, rows, full, settings, FIRST: gl.co
     scores, bent = capped(scores, scale2, softcap, F.SOFTCAP)
     weights = gl.exp2(scores - lse[:, None])
     if (j < full[0]) | (j >= full[1]):
-        column = gl.arange(0, _ROWS, layout=gl.SliceLayout(0, accumulator(_ROWS)))
-        first = j * _ROWS
-        stop = gl.minimum(query + 1, key_count) - first if F.CAUSAL else query * 0 + key_count - first
-        seen = column[None, :] < stop[:, None]
-        if F.WINDOW:
-            seen = seen & (column[None, :] > (query - window - first)[:, None])
+        seen = seen_keys(query, key_count, j * _ROWS, window, _ROWS, F.CAUSAL, F.WINDOW)
         weights = gl.where(seen, weights, 0.0)
     products = warpgroup_mma_wait(0 if FIRST else 1, deps=[products])
     mbarrier.arrive(v_empty)
@@ -369,7 +365,7 @@ def _gather_for_queries(descs, desc, lse, delta, queries, keys, padded, row, shi
     q_full = new_barriers(2, 1)
     k_full, k_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
     v_full, v_empty = new_barriers(1, 1).index(0), new_barriers(1, 2).index(0)
-    tiles = key_tiles(row, 2 * _ROWS, queries[1], keys[1], shift, numbers[3], F)
+    tiles = key_tiles(row, 2 * _ROWS, queries[1], keys[1], shift, numbers[3], _ROWS, F.CAUSAL, F.WINDOW)
     low, _, _, high = tiles
     barriers, rooms = (q_full, k_full, k_empty, v_full, v_empty), (q, k, v, grad)
     taken = (desc, lse, delta, rooms, barriers, queries, keys[1], padded, row, shift, heads[0], tiles, numbers)
