@@ -56,7 +56,7 @@ class Problem:
         """A launch of a kernel with a tile."""
         tiles = Tiles(tile, tile, tile)
         stream = segments([self.tokens] * 2, tiles=tuple(dict.fromkeys(flash._specs(tiles, None))), device="cuda")
-        call = flash._Call(stream, stream, None, None, self.dim**-0.5, True, tiles)
+        call = flash._Call(stream, stream, None, None, self.dim**-0.5, True, False, tiles)
         saved = (self.q, self.k, self.v, self.grad, self.lse, self.delta)
         return {
             "forward": lambda: flash._Flash.apply(self.q, self.k, self.v, None, call, False, 0),
