@@ -122,6 +122,24 @@ def test_a_gluon_that_does_not_fit_is_told(chip, monkeypatch):
     assert gluon.hopper_note(GPU) is None
 
 
+@pytest.mark.parametrize(
+    ("version", "fits"), [("3.5.1", False), ("3.6.0", True), ("3.9.0+git1", True), ("3.10.0", False), ("4.0.0", False)]
+)
+def test_versions_that_were_tried(version, fits):
+    assert gluon.known(version) == fits
+
+
+@needs_gluon
+def test_a_table_too_long_for_a_grid():
+    with forced("triton", 90):
+        tiles = attention_tiles(64, 64, [None], BF16, "cpu", groups=16)
+    its, other = (hopper.forward_tile(64, 64).packed(groups) for groups in (16, 1))
+    specs = [next(spec for spec in tiles if spec.query_tile == tile.queries) for tile in (its, other)]
+    for documents, pays in ((5000, True), (80000, False)):
+        stream = segments([7] * documents, tiles=tiles)
+        assert flash._pays(its, specs[0], other, specs[1], stream) == pays
+
+
 @pytest.mark.parametrize("missing", ["triton", "triton.experimental.gluon"])
 def test_nothing_is_needed_to_import_them(missing):
     script = f"""
@@ -179,7 +197,7 @@ def test_padded_places_do_not_overlap():
             starts.append(place)
             place += length + draw.choice([0, 0, 3])
         tokens = place + draw.choice([0, 5])
-        back = hopper.Backward(*[None] * 4, [None, lengths], *[None] * 2, hopper.BackTile(tile, 128))
+        back = hopper.Backward(*[None] * 4, len(lengths), *[None] * 3, hopper.BackTile(tile, 128))
         ends = 0
         for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             first = (start // tile + index) * tile

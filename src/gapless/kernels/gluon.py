@@ -64,7 +64,13 @@ except (ImportError, AttributeError):  # there is no Triton, or one whose Gluon 
         return function
 
 
-FITS = gluon is not None
+def known(version: str) -> bool:
+    """Whether kernels were tried with a version of Triton; names alone do not tell what they mean."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return (3, 6) <= (major, minor) <= (3, 9)
+
+
+FITS = gluon is not None and known(triton.__version__)
 """Whether kernels in Gluon can be compiled."""
 ROWS = 1 << 30
 """Rows that a ragged descriptor counts up to."""
@@ -112,6 +118,8 @@ def ragged_descriptor(x: torch.Tensor, rows: int, columns: int, heads: int = 1) 
         columns: likewise; beyond C there are zeros.
         heads: of a tile, likewise.
     """
+    if not x.shape[0]:
+        x = x.new_zeros(1, *x.shape[1:])  # never read: TMA wants an address
     token, head, _ = x.stride()
     block = (1, 1, rows, heads, columns)
     sizes = [_UNBOUNDED, _UNBOUNDED, ROWS, x.shape[1], x.shape[2]]
@@ -120,10 +128,7 @@ def ragged_descriptor(x: torch.Tensor, rows: int, columns: int, heads: int = 1) 
 
 def plain_descriptor(x: torch.Tensor, block: tuple[int, int]) -> Any:
     """Describe a dense [R, C] of float32 to TMA, for tiles of one row, laid out as they are, or of several."""
-    if block[0] == 1:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    else:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float32)
+    layout = _flat_layout() if block[0] == 1 else _layout(block, x.dtype)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
 
 
@@ -136,6 +141,11 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Of a tile in shared memory; to ask takes 5 microseconds, and every launch does for each of its tensors."""
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
+
+
+@cache
+def _flat_layout() -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def is_aligned(x: torch.Tensor) -> bool:

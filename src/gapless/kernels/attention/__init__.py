@@ -39,6 +39,9 @@ def attention(
     the segments must have been made with those of `attention_tiles` (a model's `batch_layout` declares them). One new
     token per document over a KV cache is one batched product; all else, and a CPU, takes the reference.
 
+    On Hopper, heads of multiples of 8 in 16 bits have kernels of their own. For heads up to 128 the last bits of the
+    gradient of q then differ from run to run, unless torch's deterministic algorithms are on in the forward.
+
     Args:
         q: [Tq, N, D].
         k: [Tk, K, D]; K divides N, query head n reads key head n // (N / K).

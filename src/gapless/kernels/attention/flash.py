@@ -2,8 +2,8 @@
 
 Work is handed out by the tile tables of `Segments`: one program per tile of queries (or keys) and head, longest first.
 A program reads its document's place in both streams from the device, so the same tables serve caches, windows and full
-attention. No atomics; the gradients of keys and values and those of queries come from two kernels (flash_backward).
-Kernels are in Triton; Hopper has a forward of its own where `hopper.applies`.
+attention. The kernels in Triton have no atomics: the gradients of keys and values and those of queries come from two
+kernels (flash_backward). Where `hopper.applies`, Hopper's own run.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from gapless.kernels.runtime import (
 LOG2_E = 1.4426950408889634
 LARGEST_HEAD = 256
 _DELTA_TOKENS = 64
+_GRID_ROWS = 65535
+"""Rows of a table that a grid can have programs for (CUDA C++ Programming Guide, y-dimension of a grid)."""
 
 
 class Tile(NamedTuple):
@@ -51,8 +53,7 @@ class Tile(NamedTuple):
 class Tiles(NamedTuple):
     """Of the three kernels: forward, gradient of queries, gradient of keys and values.
 
-    On Hopper the forward may be its own; so may be the backward, one kernel, and then `queries` is as `forward`
-    without packed heads.
+    Hopper's own kernels have theirs: then `keys` is the backward's, and `queries` is as `forward` without packed heads.
     """
 
     forward: Tile | hopper.Tile
@@ -185,6 +186,11 @@ class _Call:
         q, k = self.q_segments, self.k_segments
         return q.cu_seqlens, q.seqused, q.offset, k.cu_seqlens, k.seqused, k.offset
 
+    def document_places(self) -> int:
+        """Documents of queries: of this batch, or, while a graph is captured, the most in any."""
+        q = self.q_segments
+        return q.seqused.numel() if is_captured(q.seqused.device) else len(q.lengths)
+
     def numbers(self) -> tuple[float, float, int]:
         """Scale in units of log2 e, softcap and window; whatever where there is none."""
         return self.scale * LOG2_E, self.softcap or 1.0, self.window or 1
@@ -192,6 +198,8 @@ class _Call:
     def require_tables(self, *, queries: bool, keys: bool) -> None:
         """Raise KeyError now, not in the backward, where a table is missing for the gradient of queries or of keys."""
         spec = _specs(self.tiles, self.window)[1]
+        if isinstance(self.tiles.keys, hopper.BackTile):  # one kernel finds all gradients
+            queries = keys = queries or keys
         if queries:
             self.q_segments.tile_tables(spec)
         if keys:
@@ -281,7 +289,10 @@ def _pays(
     """
     if its not in segments.tiles or other not in segments.tiles:  # they may have been declared for other groups
         return False
-    shared, own = segments.tile_tables(its).forward_used, segments.tile_tables(other).forward_used
+    table = segments.tile_tables(its)
+    if len(table.forward) > _GRID_ROWS:
+        return False
+    shared, own = table.forward_used, segments.tile_tables(other).forward_used
     return 11 * shared * packed.queries <= 10 * own * alone.queries
 
 
@@ -336,7 +347,8 @@ class _Flash(torch.autograd.Function):
         if grad.stride(2) != 1:
             grad = grad.contiguous()
         if isinstance(ctx.call.tiles.keys, hopper.BackTile):
-            found = _hopper_backward(ctx.call, q, k, v, sinks, out, lse, gluon.aligned(grad), grad_lse)
+            needs = ctx.needs_input_grad[:3]
+            found = _hopper_backward(ctx.call, q, k, v, sinks, out, lse, gluon.aligned(grad), grad_lse, needs)
             return *found, None, None, None
         delta, grad_sinks = _delta(out, grad, lse, grad_lse, sinks)
         saved = (q, k, v, grad, lse, delta)
@@ -394,14 +406,24 @@ def _hopper_backward(
     lse: torch.Tensor,
     grad: torch.Tensor,
     grad_lse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k, v and the sinks."""
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of q, k, v and the sinks; None for those that need none."""
     tile = call.tiles.keys
     assert isinstance(tile, hopper.BackTile)
+    if not any(needs):
+        return None, None, None, _delta(out, grad, lse, grad_lse, sinks)[1]
     q_tables, k_tables = (x.tile_tables(_specs(call.tiles, call.window)[1]) for x in (call.q_segments, call.k_segments))
     given = hopper.Backward(
         *(q_tables.forward, _rows(q_tables.forward, q_tables.forward_used), call.tiles.queries.queries),
-        *(k_tables.backward, call.documents(), (call.scale, *call.numbers()), call.constants(), tile),
+        *(
+            k_tables.backward,
+            call.document_places(),
+            call.documents(),
+            (call.scale, *call.numbers()),
+            call.constants(),
+            tile,
+        ),
     )
     heads, kv_heads = q.shape[1], k.shape[1]
     together = _together(k.shape[0], heads, kv_heads, tile.keys, multiprocessors(q.device))
@@ -417,18 +439,21 @@ def _hopper_backward(
     tensors = (q, k, v, grad, *rows)
     grid = _grid(k_tables.backward, k_tables.backward_used, heads // together, 1, (q, grad), together)
     if tile.wide:
-        hopper.launch_wide_keys(given, grid, tensors, results, together)
-        grid = _grid(q_tables.forward, q_tables.forward_used, heads, heads // kv_heads, (k, v))
-        hopper.launch_wide_queries(given, grid, tensors, grad_q)
+        if any(needs[1:]):
+            hopper.launch_wide_keys(given, grid, tensors, results, together)
+        if needs[0]:
+            grid = _grid(q_tables.forward, q_tables.forward_used, heads, heads // kv_heads, (k, v))
+            hopper.launch_wide_queries(given, grid, tensors, grad_q)
     else:
         if call.ordered:
             # In one section the tiles that start together are of many heads and do not wait for each other: 476
             # TFLOP/s for 413 at 128 features and 8k tokens, causal.
             grid = (heads // together, grid[1], 1)
         sums = hopper.launch_backward(given, grid, tensors, results, together, ordered=call.ordered)
-        hopper.launch_queries(given, sums, rows[0], grad_q)
+        hopper.launch_queries(given, sums, grad_q)
     grad_k, grad_v = (_added(x, kv_heads, k.dtype) for x in results)
-    return grad_q, grad_k, grad_v, grad_sinks
+    found = (grad_q, grad_k, grad_v)
+    return *(grad if need else None for grad, need in zip(found, needs, strict=True)), grad_sinks
 
 
 def _delta(

@@ -136,19 +136,19 @@ def launch_forward(
 
 def _descriptors(x: torch.Tensor, rows: int, columns: tuple[int, int], heads: int = 1) -> list[object]:
     """Of both chunks of columns; None in place of a second that is empty, which costs a launch nothing."""
-    if not x.shape[0]:
-        x = x.new_zeros(1, *x.shape[1:])  # never read: TMA wants an address
     return [ragged_descriptor(x, rows, count, heads) if count else None for count in columns]
 
 
 class Backward(NamedTuple):
-    """What the three kernels of a backward share; in `numbers` are scale, scale log2 e, softcap and window."""
+    """What the kernels of a backward share; in `numbers` are scale, scale log2 e, softcap and window."""
 
     q_table: torch.Tensor
     """Of tiles of `tile_queries` queries; `q_rows` of its rows get programs."""
     q_rows: int
     tile_queries: int
     k_table: torch.Tensor
+    count: int
+    """Documents that may have places; while a graph is captured, the most there may be in any batch."""
     documents: Sequence[torch.Tensor]
     numbers: tuple[float, float, float, int]
     masks: dict[str, bool]
@@ -156,7 +156,7 @@ class Backward(NamedTuple):
 
     def padded_rows(self, tokens: int) -> int:
         """Queries per head in tiles of their own: documents begin at multiples of a tile."""
-        return (tokens // self.tile.queries + len(self.documents[1]) + 1) * self.tile.queries
+        return (tokens // self.tile.queries + self.count + 1) * self.tile.queries
 
     def form(self, q: torch.Tensor, v: torch.Tensor, *, wide: bool, ordered: bool = False) -> hopper_shared.Form:
         """For q [Tq, N, D] and v [Tk, K, V]; `wide`: gradients of keys and values in float32."""
@@ -237,9 +237,8 @@ def launch_backward(
     q, k, v, _, lse, _ = tensors
     (heads, rows), tile = lse.shape, b.tile
     form = b.form(q, v, wide=results[0].dtype == torch.float32, ordered=ordered)
-    # The first to add in turn writes instead. Where nobody adds, `launch_queries` reads nothing.
-    new = torch.empty if ordered else torch.zeros
-    sums = new(heads, rows, form.D, dtype=torch.float32, device=q.device)
+    # In turn the first writes and need not find zeros, but queries that see no key have nobody in turn.
+    sums = torch.zeros(heads, rows, form.D, dtype=torch.float32, device=q.device)
     turns = torch.zeros(heads * rows // tile.queries if ordered else 1, dtype=torch.int32, device=q.device)
     half = form.D // 2 if tile.queries == ROWS else form.D
     launch(
@@ -288,6 +287,7 @@ def launch_wide_queries(
 ) -> None:
     """Write the gradient of queries, dense [Tq, N, D], of heads above 128; `grid` of tiles of 128 queries."""
     q, k, v, _, lse, delta = tensors
+    assert b.tile_queries == 2 * ROWS, f"tables of {b.tile_queries} queries for programs of {2 * ROWS}"
     form = b.form(q, v, wide=False)
     launch(
         wide_back.hopper_wide_queries,
@@ -300,14 +300,14 @@ def launch_wide_queries(
     )
 
 
-def launch_queries(b: Backward, sums: torch.Tensor, lse_padded: torch.Tensor, grad_q: torch.Tensor) -> None:
+def launch_queries(b: Backward, sums: torch.Tensor, grad_q: torch.Tensor) -> None:
     """Write the queries' gradient, dense [Tq, N, D], from its padded places."""
     tokens, heads, dim = grad_q.shape
     launch(
         back.hopper_queries,
         (b.q_rows, heads),
         sums.device,
-        *(sums, lse_padded, grad_q, b.q_table, *b.documents[:2], tokens, sums.shape[1], b.numbers[0]),
+        *(sums, grad_q, b.q_table, *b.documents[:2], tokens, sums.shape[1], b.numbers[0]),
         *grad_q.stride()[:2],
         D=dim,
         DP=sums.shape[2],

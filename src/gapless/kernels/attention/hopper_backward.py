@@ -9,8 +9,9 @@ matrix units have work then. One warp, the producer, copies in; two others, the 
 an accumulator in global memory.
 
 Tiles of keys add to the same queries, in any order, or, for the same bits every time, in turn: a counter for each tile
-of queries and head says how many have added. Turns go by the index of the tile of keys, which is the order in which
-programs of a document start, so nobody waits for one that is not there.
+of queries and head says how many have added. Turns go by the index of the tile of keys, the order in which programs of a
+document start, so nobody waits for one that is not there. (That programs start in the order of the grid is seen on all
+GPUs, and relied on by others, but not in CUDA's specification.)
 
 The accumulator has queries in tiles of their own (`_padded`), whatever the place of their document in the stream.
 """
@@ -124,7 +125,7 @@ def hopper_delta(
 
 @jit(do_not_specialize=(*PER_BATCH, "rows"))
 def hopper_queries(
-    accumulator, lse_padded, grad_q, table, q_start, q_used, tokens, rows, scale, stride_t, stride_h,
+    accumulator, grad_q, table, q_start, q_used, tokens, rows, scale, stride_t, stride_h,
     D: tl.constexpr, DP: tl.constexpr, QT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a tile of QT queries and a head, from their padded places; zeros in the tail."""
@@ -138,10 +139,8 @@ def hopper_queries(
         for first in range(row, tl.minimum(row + QT, count), 64):
             query = first + tl.arange(0, 64)
             here = query < count
-            # Tiles of queries that see nothing have no sums, but whatever the memory held.
-            seen = tl.load(lse_padded + place + query, mask=here, other=float("inf")) < float("inf")
             source = accumulator + (place + query)[:, None] * DP + column[None, :]
-            x = tl.load(source, mask=seen[:, None], other=0.0)
+            x = tl.load(source, mask=here[:, None], other=0.0)
             token = start.to(tl.int64) + query
             target = grad_q + token[:, None] * stride_t + column[None, :]
             mask = here[:, None] & (column < D)[None, :]
@@ -194,7 +193,7 @@ def _produce(fed, F: gl.constexpr):
 
 @gluon_jit
 def _add(desc, row, column, source, turn, F: gl.constexpr):
-    """Start to add to the accumulator; the first in turn writes instead, so that nobody need clear it."""
+    """Start to add to the accumulator; the first in turn writes instead."""
     if F.ORDERED:
         if turn == 0:
             tma_store(desc, [row, column], source)
