@@ -9,9 +9,9 @@ matrix units have work then. One warp, the producer, copies in; two others, the 
 an accumulator in global memory.
 
 Tiles of keys add to the same queries, in any order, or, for the same bits every time, in turn: a counter for each tile
-of queries and head says how many have added. Turns go by the index of the tile of keys, the order in which programs of a
-document start, so nobody waits for one that is not there. (That programs start in the order of the grid is seen on all
-GPUs, and relied on by others, but not in CUDA's specification.)
+of queries and head says how many have added. Turns go by the index of the tile of keys, the order in which programs of
+a document start, so nobody waits for one that is not there. (That programs start in the order of the grid is seen on
+all GPUs, and relied on by others, but not in CUDA's specification.)
 
 The accumulator has queries in tiles of their own (`_padded`), whatever the place of their document in the stream.
 """
