@@ -23,6 +23,7 @@ from gapless.kernels.cross_entropy import linear_cross_entropy
 from gapless.kernels.rms_norm import rms_norm
 from gapless.models.views import hf_views
 from gapless.training.optim import AdamW
+from gapless.training.setup import determinism
 from gpu.test_kernels import batch_of, decoder
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -82,8 +83,10 @@ def attention() -> None:
         q, k, v = randn(131, 4, head_dim), randn(131, 2, head_dim), randn(131, 2, head_dim)
         if "sinks" in options:
             options["sinks"] = randn(4, dtype=torch.float32)
-        out = gapless.attention(q, k, v, stream, **options)
-        backward(out if isinstance(out, torch.Tensor) else out[0])
+        for ordered in (False, True):
+            with determinism(ordered):
+                out = gapless.attention(q, k, v, stream, **options)
+                backward(out if isinstance(out, torch.Tensor) else out[0])
 
 
 def main() -> None:

@@ -62,6 +62,7 @@ class Case:
         self.queries, self.keys, self.lse = queries, queries if keys is None else keys, lse
         self.options = {"window": None, "softcap": None, "causal": True, **options}
         (n, k), (d, dv) = heads, dims
+        self.dims = dims
         shapes = [(self.queries.tokens, n, d), (self.keys.tokens, k, d), (self.keys.tokens, k, dv)]
         shapes += [(n,)] if sinks else []
         self.inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
@@ -83,8 +84,8 @@ class Case:
         found = attention(q, k, v, self.queries, self.keys, sinks=sinks, return_lse=self.lse, **self.options)
         return self.finite(*found) if self.lse else found
 
-    def check(self, eps=2e-6):
-        check(self.fast, self.plain, self.inputs, self.upstream, eps=eps)
+    def check(self, eps=2e-6, loose=None):
+        check(self.fast, self.plain, self.inputs, self.upstream, eps=eps, loose=loose)
 
     def on_kernels(self):
         """Outputs and gradients, in guarded memory."""
