@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from common import FAILURES, Work, one_line
@@ -15,10 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gapless
 from gapless.batch import segments
-from gapless.kernels.attention import attention_tiles
+from gapless.kernels.attention import attention_tiles, hopper
 
 HIDDEN = 2048
-PEERS = ("fa2", "cudnn", "fa3", "fa4")
+PEERS = ("triton", "fa2", "cudnn", "fa3", "fa4")
+"""The first: our own kernels for every GPU, where Hopper has others."""
 _BACKENDS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -97,6 +99,9 @@ def sides(problem: Problem, names: Sequence[str], *, deterministic: bool = False
         deterministic: have FlashAttention 4 repeat its bits; the others go by torch's setting.
     """
     found = [_ours(problem)]
+    dims, device = (problem.head_dim, problem.v_head_dim), torch.device(problem.device)
+    if "triton" in names and hopper.applies(*dims, torch.bfloat16, device):
+        found.append(_portable(problem))
     backends = [name for name in _BACKENDS if name in names and len(set(problem.lengths)) == 1]
     if problem.v_head_dim != problem.head_dim:
         backends = [name for name in backends if name != "fa2"]
@@ -148,6 +153,18 @@ def _ours(problem: Problem) -> Side:
     )
     stream = segments(problem.lengths, tokens=sum(problem.lengths), tiles=tiles, device=problem.device)
     return Side(name="gapless", attend=lambda q, k, v: gapless.attention(q, k, v, stream, causal=problem.causal))
+
+
+def _portable(problem: Problem) -> Side:
+    """Ours, as it runs where Gluon does not fit."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with mock.patch.object(hopper, "applies", return_value=False):
+            return side.attend(q, k, v)
+
+    with mock.patch.object(hopper, "applies", return_value=False):
+        side = _ours(problem)
+    return Side(name="triton", attend=attend)
 
 
 def _torch(problem: Problem, name: str) -> Side:
