@@ -216,7 +216,7 @@ def test_boxes_of_packed_heads(heads):
     assert list(descriptor.block_shape) == [1, 1, tokens, heads, 32]
     steps = [step * x.element_size() for step in descriptor.strides]
     for (start, count), first, head in itertools.product([(0, 500), (7, 1), (30, 0), (300, 101)], [0, 96], [0, heads]):
-        place = (gluon.ROWS, start + count, gluon.ROWS - count + first, head, 0)
+        place = (gluon.MOST_ROWS, start + count, gluon.MOST_ROWS - count + first, head, 0)
         for row, box in enumerate(itertools.product(*map(range, descriptor.block_shape[:-1]))):
             index = [a + b for a, b in zip(place, (*box, 0), strict=True)]
             token = first + row // heads
@@ -240,7 +240,7 @@ def test_ragged_descriptors(dtype):
     for (start, count), row, head, column in itertools.product(
         [(0, 1000), (0, 0), (7, 1), (700, 300)], [0, 1, 63, 299, 640, 999, 1063], [0, 2, 3], [0, 32, 48]
     ):
-        place = (gluon.ROWS, start + count, gluon.ROWS - count + row, head, column)
+        place = (gluon.MOST_ROWS, start + count, gluon.MOST_ROWS - count + row, head, column)
         assert all(0 <= index < 2**31 for index in place)
         there = all(index < size for index, size in zip(place, descriptor.shape, strict=True))
         assert there == (row < count and head < 3 and column < 48)

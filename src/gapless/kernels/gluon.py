@@ -72,7 +72,7 @@ def known(version: str) -> bool:
 
 FITS = gluon is not None and known(triton.__version__)
 """Whether kernels in Gluon can be compiled."""
-ROWS = 1 << 30
+MOST_ROWS = 1 << 30
 """Rows that a ragged descriptor counts up to."""
 
 
@@ -106,9 +106,9 @@ def ragged_descriptor(x: torch.Tensor, rows: int, columns: int, heads: int = 1) 
 
     Hardware bounds a copy by the tensor's sizes: what is beyond reads as zeros and is not written. The end of a
     document is none of them, but differs from copy to copy. So the token axis is given three times, to be used at
-    (ROWS, end, ROWS - count + row), see `ragged_place`: the third, of size ROWS = 2^30, ends where row = count. What
-    the places add up to too much, 2^30 times the token's stride, the first axis takes away again: its stride is
-    2^34 elements less one token's, and 2^30 times 2^34 elements of 2 or 4 bytes is 0 in addresses of 64 bits.
+    (MOST_ROWS, end, MOST_ROWS - count + row), see `ragged_place`: the third, of size MOST_ROWS = 2^30, ends where
+    row = count. What the places add up to too much, 2^30 times the token's stride, the first axis takes away again: its
+    stride is 2^34 elements less one token's, and 2^30 times 2^34 elements of 2 or 4 bytes is 0 in addresses of 64 bits.
 
     (The idea: triton/tools/ragged_tma.py, which spends two axes on it.) Strides stay below TMA's 2^40 bytes.
 
@@ -122,7 +122,7 @@ def ragged_descriptor(x: torch.Tensor, rows: int, columns: int, heads: int = 1) 
         x = x.new_zeros(1, *x.shape[1:])  # never read: TMA wants an address
     token, head, _ = x.stride()
     block = (1, 1, rows, heads, columns)
-    sizes = [_UNBOUNDED, _UNBOUNDED, ROWS, x.shape[1], x.shape[2]]
+    sizes = [_UNBOUNDED, _UNBOUNDED, MOST_ROWS, x.shape[1], x.shape[2]]
     return TensorDescriptor(x, sizes, [2**34 - token, token, token, head, 1], list(block), _layout(block, x.dtype))
 
 
@@ -160,7 +160,7 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-_WRAP = constant(ROWS)
+_WRAP = constant(MOST_ROWS)
 
 
 @gluon_jit

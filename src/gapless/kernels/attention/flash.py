@@ -427,8 +427,8 @@ def _hopper_backward(
     )
     heads, kv_heads = q.shape[1], k.shape[1]
     together = _together(k.shape[0], heads, kv_heads, tile.keys, multiprocessors(q.device))
-    wide = {"dtype": k.dtype if together == heads // kv_heads else torch.float32}
-    results = tuple(x.new_empty(x.shape[0], heads // together, x.shape[2], **wide) for x in (k, v))
+    dtype = k.dtype if together == heads // kv_heads else torch.float32
+    results = tuple(x.new_empty(x.shape[0], heads // together, x.shape[2], dtype=dtype) for x in (k, v))
     grad_q = q.new_empty(q.shape)
     if call.k_segments.has_gaps:
         for x in results:

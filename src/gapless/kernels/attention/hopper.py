@@ -158,13 +158,13 @@ class Backward(NamedTuple):
         """Queries per head in tiles of their own: documents begin at multiples of a tile."""
         return (tokens // self.tile.queries + self.count + 1) * self.tile.queries
 
-    def form(self, q: torch.Tensor, v: torch.Tensor, *, wide: bool, ordered: bool = False) -> hopper_shared.Form:
-        """For q [Tq, N, D] and v [Tk, K, V]; `wide`: gradients of keys and values in float32."""
+    def form(self, q: torch.Tensor, v: torch.Tensor, *, float32: bool, ordered: bool = False) -> hopper_shared.Form:
+        """For q [Tq, N, D] and v [Tk, K, V]; `float32`: gradients of keys and values in float32."""
         d, width = (max(64, next_power_of_2(x.shape[2])) for x in (q, v))
         tile, (registers, few) = self.tile, _REGISTERS[2]
         return hopper_shared.Form(
             tile.queries, tile.keys, d, width, q.shape[2], v.shape[2], tile.stages, **self.masks,
-            ORDERED=ordered, WIDE=wide, REGISTERS=registers, FEW_REGISTERS=few,
+            ORDERED=ordered, FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
         )  # fmt: skip
 
     def descriptors(self, tensors: Sequence[torch.Tensor], form: hopper_shared.Form) -> list[object]:
@@ -236,7 +236,7 @@ def launch_backward(
     """
     q, k, v, _, lse, _ = tensors
     (heads, rows), tile = lse.shape, b.tile
-    form = b.form(q, v, wide=results[0].dtype == torch.float32, ordered=ordered)
+    form = b.form(q, v, float32=results[0].dtype == torch.float32, ordered=ordered)
     # In turn the first writes and need not find zeros, but queries that see no key have nobody in turn.
     sums = torch.zeros(heads, rows, form.D, dtype=torch.float32, device=q.device)
     turns = torch.zeros(heads * rows // tile.queries if ordered else 1, dtype=torch.int32, device=q.device)
@@ -257,7 +257,7 @@ def launch_backward(
 def _results(results: Sequence[torch.Tensor], form: hopper_shared.Form) -> list[object]:
     """Descriptors of the gradients of keys and values, or None where they are written without, and these."""
     columns = (form.D, form.V)
-    descs = [None if form.WIDE else ragged_descriptor(x, ROWS, n) for x, n in zip(results, columns, strict=True)]
+    descs = [None if form.FLOAT32 else ragged_descriptor(x, ROWS, n) for x, n in zip(results, columns, strict=True)]
     return [*descs, *results]
 
 
@@ -270,7 +270,7 @@ def launch_wide_keys(
 ) -> None:
     """Write the gradients of keys and values of heads above 128; arguments as for `launch_backward`."""
     q, k, v, *_ = tensors
-    form = b.form(q, v, wide=results[0].dtype == torch.float32)
+    form = b.form(q, v, float32=results[0].dtype == torch.float32)
     launch(
         wide_back.hopper_wide_keys,
         grid,
@@ -288,7 +288,7 @@ def launch_wide_queries(
     """Write the gradient of queries, dense [Tq, N, D], of heads above 128; `grid` of tiles of 128 queries."""
     q, k, v, _, lse, delta = tensors
     assert b.tile_queries == 2 * ROWS, f"tables of {b.tile_queries} queries for programs of {2 * ROWS}"
-    form = b.form(q, v, wide=False)
+    form = b.form(q, v, float32=False)
     launch(
         wide_back.hopper_wide_queries,
         grid,

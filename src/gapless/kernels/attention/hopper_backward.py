@@ -22,9 +22,8 @@ from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, clear_rows,
 from gapless.kernels.attention.hopper_shared import (
     accumulator,
     clear_keys,
+    feed_keys,
     flat,
-    load_numbers,
-    load_tile,
     new_barriers,
     own_rows,
     query_tiles,
@@ -54,7 +53,6 @@ KEYS = 128
 """Keys of a program, of two consumers together."""
 
 _ROWS = constant(64)
-_KEYS = constant(KEYS)
 _MEETING = constant(9)
 
 
@@ -150,44 +148,6 @@ def hopper_queries(
             clear_rows(grad_q, begin + first, stride_t, tokens, D, DP, 64)
 
 
-# ---- the producer ----
-
-
-@gluon_jit
-def _produce(fed, F: gl.constexpr):
-    """Feed the consumers: their keys and values, and tiles of queries and gradients, head after head."""
-    descs, rooms, barriers, queries, keys, padded, row, heads, tiles = fed
-    q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc = descs
-    q, k, v, grad, lse, delta = rooms
-    k_full, q_full, q_empty, grad_full, grad_empty = barriers
-    head, kv_head, together = heads
-    low, high = tiles
-    mbarrier.expect(k_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    load_tile(k_desc, keys, row, kv_head, k_full, k)
-    load_tile(v_desc, keys, row, kv_head, k_full, v)
-    n = 0
-    for other in range(together):
-        for i in range(low, high):
-            slot = n % F.STAGES
-            # The first round finds all slots empty: the phase before the first counts as over.
-            phase = (n // F.STAGES & 1) ^ 1
-            place = padded + i * F.BM
-            mbarrier.wait(q_empty.index(slot), phase)
-            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-            load_tile(q_desc, queries, i * F.BM, head + other, q_full.index(slot), q.index(slot))
-            load_numbers(lse_desc, head + other, place, q_full.index(slot), lse.index(slot), F)
-            mbarrier.wait(grad_empty.index(slot), phase)
-            mbarrier.expect(grad_full.index(slot), grad_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-            load_tile(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
-            load_numbers(delta_desc, head + other, place, grad_full.index(slot), delta.index(slot), F)
-            n += 1
-    # Scores are started a tile ahead: the last, which nobody reads, want queries, too.
-    slot = n % F.STAGES
-    mbarrier.wait(q_empty.index(slot), (n // F.STAGES & 1) ^ 1)
-    mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-    load_tile(q_desc, queries, low * F.BM, head, q_full.index(slot), q.index(slot))
-
-
 # ---- the senders ----
 
 
@@ -210,7 +170,7 @@ def _turn(i, tile, shift, window, F: gl.constexpr):
     The window's last key before query 0 of the tile is i BM + shift - window, counted from the document's first.
     """
     if F.WINDOW:
-        tile -= gl.maximum(i * F.BM + shift - window + 1, 0) // _KEYS
+        tile -= gl.maximum(i * F.BM + shift - window + 1, 0) // F.KEYS
     return tile
 
 
@@ -361,9 +321,9 @@ def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F
     HALF: gl.constexpr = _half(F)
     q = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.D], shared(F.BM, F.D, dtype))
     grad = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.V], shared(F.BM, F.V, dtype))
-    k = gl.allocate_shared_memory(dtype, [_KEYS, F.D], shared(_KEYS, F.D, dtype))
-    v = gl.allocate_shared_memory(dtype, [_KEYS, F.V], shared(_KEYS, F.V, dtype))
-    grad_scores = gl.allocate_shared_memory(dtype, [2, _KEYS, F.BM], shared(_KEYS, F.BM, dtype))
+    k = gl.allocate_shared_memory(dtype, [F.KEYS, F.D], shared(F.KEYS, F.D, dtype))
+    v = gl.allocate_shared_memory(dtype, [F.KEYS, F.V], shared(F.KEYS, F.V, dtype))
+    grad_scores = gl.allocate_shared_memory(dtype, [2, F.KEYS, F.BM], shared(F.KEYS, F.BM, dtype))
     out = gl.allocate_shared_memory(gl.float32, [2, _ROWS, HALF], shared(_ROWS, HALF, gl.float32))
     lse = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
     delta = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
@@ -384,14 +344,14 @@ def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F
         queries, keys, document_place, row, (head, kv_head, together), (low, high),
     )  # fmt: skip
     sent = (
-        descs[6], out, (out_full, out_empty), turns, (document_place, rows), row // _KEYS, shift, window,
+        descs[6], out, (out_full, out_empty), turns, (document_place, rows), row // F.KEYS, shift, window,
         (head, together), (low, high),
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_consume, (0, taken, F)),
             (_consume, (1, taken, F)),
-            (_produce, (fed, F)),
+            (feed_keys, (fed, True, F)),
             (_send, (0, sent, F)),
             (_send, (1, sent, F)),
         ],

@@ -39,7 +39,7 @@ class Form(NamedTuple):
     SOFTCAP: bool
     ORDERED: bool
     """Whether tiles of keys take turns at the queries' gradients."""
-    WIDE: bool
+    FLOAT32: bool
     """Whether the gradients of keys and values are written in float32, to be added up."""
     REGISTERS: int
     """Of a consumer's thread; the first consumer gets what is left."""
@@ -97,6 +97,44 @@ def load_tile(desc, document, row, head, barrier, room):
 def load_numbers(desc, head, place, barrier, room, F: gl.constexpr):
     """Start to copy a number for each query of a tile."""
     tma_load(desc, [head, place], barrier, room.reshape([1, F.BM]))
+
+
+@gluon_jit
+def feed_keys(fed, AHEAD: gl.constexpr, F: gl.constexpr):
+    """The producer where keys stay: copies in keys and values, then tiles of queries and gradients, head after head.
+
+    AHEAD: consumers start scores a tile ahead, and want queries for the last ones, which nobody reads.
+    """
+    descs, rooms, barriers, queries, keys, padded, row, heads, tiles = fed
+    q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc = descs
+    q, k, v, grad, lse, delta = rooms
+    k_full, q_full, q_empty, grad_full, grad_empty = barriers
+    head, kv_head, together = heads
+    low, high = tiles
+    mbarrier.expect(k_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    load_tile(k_desc, keys, row, kv_head, k_full, k)
+    load_tile(v_desc, keys, row, kv_head, k_full, v)
+    n = 0
+    for other in range(together):
+        for i in range(low, high):
+            slot = n % F.STAGES
+            # The first round finds all slots empty: the phase before the first counts as over.
+            phase = (n // F.STAGES & 1) ^ 1
+            place = padded + i * F.BM
+            mbarrier.wait(q_empty.index(slot), phase)
+            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+            load_tile(q_desc, queries, i * F.BM, head + other, q_full.index(slot), q.index(slot))
+            load_numbers(lse_desc, head + other, place, q_full.index(slot), lse.index(slot), F)
+            mbarrier.wait(grad_empty.index(slot), phase)
+            mbarrier.expect(grad_full.index(slot), grad_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+            load_tile(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
+            load_numbers(delta_desc, head + other, place, grad_full.index(slot), delta.index(slot), F)
+            n += 1
+    if AHEAD:
+        slot = n % F.STAGES
+        mbarrier.wait(q_empty.index(slot), (n // F.STAGES & 1) ^ 1)
+        mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+        load_tile(q_desc, queries, low * F.BM, head, q_full.index(slot), q.index(slot))
 
 
 @gluon_jit
@@ -198,7 +236,7 @@ def write_rows(
     """Write a consumer's 64 rows of a gradient, those beyond the document left out."""
     desc, pointer = result
     start, count = keys
-    if F.WIDE:
+    if F.FLOAT32:
         rows = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, accumulator(COLUMNS)))
         target, there = targets(pointer, start + rows, head, WIDTH, COLUMNS)
         gl.store(target, x, mask=(rows < count)[:, None] & there)

@@ -14,9 +14,9 @@ from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, capped, pla
 from gapless.kernels.attention.hopper_shared import (
     accumulator,
     clear_keys,
+    feed_keys,
     flat,
     key_tiles,
-    load_numbers,
     load_tile,
     new_barriers,
     query_tiles,
@@ -58,36 +58,6 @@ def _operand(x, dtype: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 # ---- gradients of keys and values ----
-
-
-@gluon_jit
-def _feed_keys(fed, F: gl.constexpr):
-    """Copy in keys and values, then tiles of queries and gradients, head after head."""
-    descs, rooms, barriers, queries, keys, padded, row, heads, tiles = fed
-    q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc = descs
-    q, k, v, grad, lse, delta = rooms
-    k_full, q_full, q_empty, grad_full, grad_empty = barriers
-    head, kv_head, together = heads
-    low, high = tiles
-    mbarrier.expect(k_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    load_tile(k_desc, keys, row, kv_head, k_full, k)
-    load_tile(v_desc, keys, row, kv_head, k_full, v)
-    n = 0
-    for other in range(together):
-        for i in range(low, high):
-            slot = n % F.STAGES
-            # The first round finds all slots empty: the phase before the first counts as over.
-            phase = (n // F.STAGES & 1) ^ 1
-            place = padded + i * F.BM
-            mbarrier.wait(q_empty.index(slot), phase)
-            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-            load_tile(q_desc, queries, i * F.BM, head + other, q_full.index(slot), q.index(slot))
-            load_numbers(lse_desc, head + other, place, q_full.index(slot), lse.index(slot), F)
-            mbarrier.wait(grad_empty.index(slot), phase)
-            mbarrier.expect(grad_full.index(slot), grad_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-            load_tile(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
-            load_numbers(delta_desc, head + other, place, grad_full.index(slot), delta.index(slot), F)
-            n += 1
 
 
 @gluon_jit
@@ -216,7 +186,7 @@ def _gather_for_keys(descs, results, queries, keys, padded, row, shift, heads, n
     taken = (results, rooms, barriers, keys, row, shift, (result, together), tiles, numbers)
     fed = (descs, rooms, barriers, queries, keys, padded, row, (head, kv_head, together), (low, high))
     gl.warp_specialize(
-        [(_consume_for_keys, (True, taken, F)), (_consume_for_keys, (False, taken, F)), (_feed_keys, (fed, F))],
+        [(_consume_for_keys, (True, taken, F)), (_consume_for_keys, (False, taken, F)), (feed_keys, (fed, False, F))],
         [4, 1],
         [F.REGISTERS, F.FEW_REGISTERS],
     )
