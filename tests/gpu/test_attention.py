@@ -117,6 +117,10 @@ def drawn(seed):
         "dtype": dtype,
         "dims": dims,
     }
+    if options["sinks"] and options["heads"][0] < 4:
+        # The gradient of one sink is one number, which eager may happen to hit: its error and the kernels' are of one
+        # size (0.0041 and 0.0043 over 80 draws, the output rounded to bf16), and 3 of 80 exceed the bound; of 4, none.
+        options["heads"] = tuple(4 * count for count in options["heads"])
     # Without a table for heads that share tiles, those of single heads run.
     groups = options["heads"][0] // options["heads"][1] if kind.random() < 0.8 else 1
     settings = {"dims": dims, "dtype": dtype, "groups": groups, "tail": draw.choice([0, 5, 5, 300])}
@@ -147,9 +151,7 @@ def test_combinations(kernel):
     for seed in range(kernel, KERNELS * EACH, KERNELS):
         case = drawn(seed)
         try:
-            # The sinks' gradient is a few numbers, of which eager may happen to hit some.
-            exact = case.inputs[0].dtype == FP32
-            case.check(eps=1e-5 if exact else 4e-3, loose={} if exact else {"grad 3": 8e-3})
+            case.check(eps=1e-5 if case.inputs[0].dtype == FP32 else 4e-3)
         except AssertionError as error:
             raise AssertionError(f"combination {seed}: {error}") from error
 
@@ -169,8 +171,7 @@ def packs(case):
     q, k, window = *case.inputs[:2], case.options["window"]
     alone = flash._tiles(*case.dims, q.dtype, GPU)
     shared = alone.packed(q.shape[1] // k.shape[1])
-    specs = [flash._specs(tiles, window)[0] for tiles in (shared, alone)]
-    pays = flash._pays(shared.forward, specs[0], alone.forward, specs[1], case.queries)
+    pays = flash._pays(shared, alone, window, case.queries)
     return shared.forward.group > 1 and pays
 
 
@@ -258,7 +259,7 @@ def test_keys_or_queries_without_tokens(dim, sinks, ordered):
     some = make_segments([5, 0, 70], None, **settings)
     with determinism(ordered):
         for queries, keys in ((some, none), (none, some), (none, none)):
-            Case(queries, keys, sinks=sinks, lse=True, **settings).check(eps=1e-3)
+            Case(queries, keys, sinks=sinks, lse=True, **settings).check()
 
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (3,)])

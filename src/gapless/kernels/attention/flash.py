@@ -269,7 +269,7 @@ def flash_attention(
         q, k, v = (gluon.aligned(x) for x in (q, k, v))
         room = spare if spare % 8 == 0 else 0  # rows of the output are multiples of 16 bytes
     packed = tiles.packed(q.shape[1] // k.shape[1])
-    if _pays(packed.forward, _specs(packed, window)[0], tiles.forward, _specs(tiles, window)[0], q_segments):
+    if _pays(packed, tiles, window, q_segments):
         tiles = packed
     ordered = torch.are_deterministic_algorithms_enabled()
     call = _Call(q_segments, k_segments, window, softcap, scale, causal, ordered, tiles)
@@ -279,21 +279,20 @@ def flash_attention(
     return with_spare(out, spare - room), lse
 
 
-def _pays(
-    packed: Tile | hopper.Tile, its: TileSpec, alone: Tile | hopper.Tile, other: TileSpec, segments: Segments
-) -> bool:
+def _pays(packed: Tiles, alone: Tiles, window: int | None, segments: Segments) -> bool:
     """Whether tiles that heads share are faster: where documents fill a tenth more of them.
 
     On an H200 with 4 heads that share, 128 features: 1.5 times as fast for documents of 16 to 128 tokens, 1.14 times
     for 128 to 512, level at 2,048, and 0.89 at 8,192 and more.
     """
+    its, other = (_specs(tiles, window)[0] for tiles in (packed, alone))
     if its not in segments.tiles or other not in segments.tiles:  # they may have been declared for other groups
         return False
     table = segments.tile_tables(its)
     if len(table.forward) > _GRID_ROWS:
         return False
     shared, own = table.forward_used, segments.tile_tables(other).forward_used
-    return 11 * shared * packed.queries <= 10 * own * alone.queries
+    return 11 * shared * its.query_tile <= 10 * own * other.query_tile
 
 
 def supports(q: torch.Tensor, v: torch.Tensor, scale: float) -> bool:
@@ -415,15 +414,15 @@ def _hopper_backward(
         return None, None, None, _delta(out, grad, lse, grad_lse, sinks)[1]
     q_tables, k_tables = (x.tile_tables(_specs(call.tiles, call.window)[1]) for x in (call.q_segments, call.k_segments))
     given = hopper.Backward(
-        *(q_tables.forward, _rows(q_tables.forward, q_tables.forward_used), call.tiles.queries.queries),
-        *(
-            k_tables.backward,
-            call.document_places(),
-            call.documents(),
-            (call.scale, *call.numbers()),
-            call.constants(),
-            tile,
-        ),
+        q_table=q_tables.forward,
+        q_rows=_rows(q_tables.forward, q_tables.forward_used),
+        tile_queries=call.tiles.queries.queries,
+        k_table=k_tables.backward,
+        count=call.document_places(),
+        documents=call.documents(),
+        numbers=(call.scale, *call.numbers()),
+        masks=call.constants(),
+        tile=tile,
     )
     heads, kv_heads = q.shape[1], k.shape[1]
     together = _together(k.shape[0], heads, kv_heads, tile.keys, multiprocessors(q.device))
