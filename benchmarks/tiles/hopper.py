@@ -30,11 +30,12 @@ DOCUMENTS = [(8192, True), (16384, True), (16384, False)]
 def forward_tiles(head_dim: int) -> list[Tile]:
     """All that fit shared memory and registers."""
     found = []
-    for keys, consumers, stages, turns in product((64, 128), (2, 3), (2, 3), (False, True)):
-        memory = 2 * head_dim * (64 * consumers + 2 * stages * keys)
+    switch = (False, True)
+    for keys, consumers, stages, turns, persistent in product((64, 128), (2, 3), (2, 3), switch, switch):
+        memory = 2 * head_dim * (64 * consumers * (1 + persistent) + 2 * stages * keys)
         registers = head_dim / 2 + keys / 2 + keys / 4 <= (200 if consumers == 2 else 130)
         if memory + 1024 <= SHARED_MEMORY[90] and registers:
-            found.append(Tile(keys, consumers, stages, turns))
+            found.append(Tile(keys, consumers, stages, turns, persistent))
     return found
 
 

@@ -3,6 +3,7 @@
 On Hopper most of them, those of 16 bits, run the kernels in Gluon; those in Triton have tests/kernels/test_flash.py.
 """
 
+import contextlib
 import itertools
 import random
 import warnings
@@ -64,14 +65,21 @@ def deterministic():
         yield
 
 
-def multiprocessors(count):
-    return mock.patch.object(flash, "multiprocessors", return_value=count)
+@contextlib.contextmanager
+def multiprocessors(count, programs=None):
+    """Have calls think of so many; persistent kernels have as many programs, or `programs`."""
+    with (
+        mock.patch.object(flash, "multiprocessors", return_value=count),
+        mock.patch.object(hopper, "multiprocessors", return_value=programs or count),
+    ):
+        yield
 
 
 class Laid(Case):
     """A call whose tensors lie in memory as `lay` says, in torch's deterministic mode or not.
 
-    Few multiprocessors have programs for keys go through all query heads of a key head, as they do for many tokens.
+    With few multiprocessors programs for keys go through all query heads of a key head, as they do for many tokens, and
+    persistent ones through many tiles.
     """
 
     lay = "dense"
@@ -79,7 +87,7 @@ class Laid(Case):
     few = False
 
     def check(self, *args, **options):
-        with determinism(self.ordered), multiprocessors(1 if self.few else 1000):
+        with determinism(self.ordered), multiprocessors(*(1, 3) if self.few else (1000,)):
             super().check(*args, **options)
 
     def fast(self, q, k, v, sinks=None):
@@ -190,6 +198,7 @@ def packs(case):
 @pytest.mark.parametrize("count", [1, 1000])
 def test_the_same_bits_every_time(dims, window, sinks, count, deterministic, monkeypatch):
     monkeypatch.setattr(flash, "multiprocessors", lambda _: count)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda _: count)
     queries = make_segments([700, 1, 0, 333, 512], window, dims=dims, dtype=BF16, groups=4)
     case = Case(queries, heads=(8, 2), dims=dims, dtype=BF16, window=window, sinks=sinks, lse=True)
     first = case.on_kernels()
@@ -241,12 +250,33 @@ def test_every_tile_of_hoppers_table_runs():
     tiles = {hopper.forward_tile(*dims): dims for dims in itertools.product(range(8, 257, 8), repeat=2)}
     assert len(tiles) > 2
     for tile, dims in tiles.items():
-        for turns, groups in itertools.product([False, True], [1, 2]):
+        for turns, persistent, groups in itertools.product([False, True], {False, tile.persistent}, [1, 2]):
+            used = tile._replace(turns=turns, persistent=persistent)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(hopper, "forward_tile", lambda *_, tile=tile, turns=turns: tile._replace(turns=turns))
+                patch.setattr(hopper, "forward_tile", lambda *_, used=used: used)
                 queries = make_segments([300, 1, 0, 577], None, dims=dims, dtype=BF16, groups=groups)
                 assert isinstance(flash._tiles(*dims, BF16, GPU).forward, hopper.Tile)
                 Case(queries, dims=dims, dtype=BF16, heads=(4, 2)).check(eps=1e-3)
+
+
+@on_hopper
+@pytest.mark.parametrize("options", [{}, {"causal": False, "sinks": True}, {"window": 100, "softcap": 20.0}])
+@pytest.mark.parametrize("dim", [40, 64, 128])
+def test_persistent_programs(dim, options):
+    """However many there are, and where every tile has its own, bits are the same."""
+    window, settings = options.get("window"), {"dims": (dim, dim), "dtype": BF16}
+    queries = make_segments([300, 0, 1, 129, 700, 64, 1500], window, tail=300, groups=2, **settings)
+    case = Case(queries, heads=(8, 4), lse=True, **{**options, **settings})
+    assert flash._tiles(dim, dim, BF16, GPU).forward.persistent
+    with torch.no_grad():
+        found = []
+        for programs in (1, 3, 132, 10**6):
+            with multiprocessors(132, programs):
+                found += [case.fast(*case.inputs) for _ in range(3)]
+        alone = hopper.forward_tile(dim, dim)._replace(persistent=False)
+        with mock.patch.object(hopper, "forward_tile", return_value=alone):
+            expected = case.fast(*case.inputs)
+        assert all(torch.equal(x, y) for outs in found for x, y in zip(outs, expected, strict=True))
 
 
 @pytest.mark.parametrize("ordered", [False, True])

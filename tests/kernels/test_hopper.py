@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from gapless.batch import segments
+from gapless.batch import TileSpec, segments
 from gapless.kernels import gluon, runtime
 from gapless.kernels.attention import attention, attention_tiles, flash, hopper
 from gapless.kernels.runtime import SHARED_MEMORY, forced, next_power_of_2
@@ -47,6 +47,15 @@ def test_when_they_run(chip, monkeypatch):
     monkeypatch.setattr(gluon, "FITS", True)
     chip(100)
     assert not hopper.applies(64, 64, BF16, GPU)
+
+
+@pytest.mark.parametrize(
+    ("dims", "persistent"),
+    [((64, 64), True), ((40, 40), True), ((128, 128), True), ((64, 128), True), ((96, 96), False), ((128, 96), False),
+     ((192, 128), False), ((256, 256), False)],
+)  # fmt: skip
+def test_persistent_where_it_is_faster(dims, persistent):
+    assert hopper.forward_tile(*dims).persistent == persistent
 
 
 @needs_gluon
@@ -104,6 +113,55 @@ def test_heads_share_tiles_where_documents_are_short(lengths, shared, monkeypatc
         tiles = attention_tiles(128, 128, [None], BF16, "cpu", groups=4)
         attention(q, k, k, segments(lengths, tiles=tiles))
     assert launches[0][-1].group == shared
+
+
+def parts_of(sums, queries):
+    """Gradients [N, rows, D] as the consumers of `hopper_backward` leave them: see `_in_lines`."""
+    heads, rows, dim = sums.shape
+    tiles = sums.view(heads, rows // queries, queries, dim)
+    parts = tiles.unflatten(3, (2, -1)).transpose(2, 3) if queries == 64 else tiles.unflatten(2, (2, 64))
+    # Row 16 w + 8 a + g, column 16 h + 8 j + 2 q + p: warp w, thread 4 g + q.
+    threads = parts.unflatten(4, (-1, 2, 4, 2)).unflatten(3, (4, 2, 8))  # heads, tiles, parts, w, a, g, h, j, q, p
+    return threads.permute(0, 1, 2, 3, 4, 6, 5, 8, 7, 9).reshape(heads, rows, dim)
+
+
+@pytest.mark.parametrize(
+    ("queries", "table", "dim", "columns"), [(64, 128, 128, 128), (64, 128, 56, 64), (128, 192, 40, 64)]
+)
+def test_gradients_are_taken_from_their_parts(queries, table, dim, columns):
+    """And delta and the LSE put where tiles of queries find them."""
+    lengths, heads, tokens = [70, 0, 1, 200, 33], 3, 344
+    spec = TileSpec(query_tile=table, key_tile=128)
+    stream = segments(lengths, tokens=tokens, tiles=[spec])
+    tables = stream.tile_tables(spec)
+    b = hopper.Backward(
+        tables.forward, tables.forward_used, table, tables.backward, len(lengths),
+        (stream.cu_seqlens, stream.seqused, stream.offset) * 2, (0.5, 1.0, 1.0, 1), {}, hopper.BackTile(queries, 128),
+    )  # fmt: skip
+    out, grad = (torch.randn(tokens, heads, dim).to(BF16) for _ in range(2))
+    lse, grad_lse, sinks = torch.randn(heads, tokens), torch.randn(tokens, heads), torch.randn(heads)
+    lse[:, 75] = -torch.inf
+    with forced("triton"):
+        lse_padded, delta, grad_sinks = hopper.launch_delta(b, out, grad, lse, grad_lse, sinks)
+        expected_delta = (out.float() * grad.float()).sum(2) - grad_lse
+        sums = torch.full((heads, lse_padded.shape[1], columns), torch.nan)
+        expected = torch.zeros(tokens, heads, dim)
+        for document, (start, count) in enumerate(zip(stream.starts, stream.lengths, strict=True)):
+            place = (start // queries + document) * queries
+            here, end = slice(place, place + count), place + -(-count // queries) * queries
+            torch.testing.assert_close(delta[:, here], expected_delta[start : start + count].t())
+            there = lse[:, start : start + count]
+            assert torch.equal(lse_padded[:, here], torch.where(there == -torch.inf, torch.inf, there))
+            assert (lse_padded[:, place + count : end] == torch.inf).all()
+            assert (delta[:, place + count : end] == 0).all()
+            sums[:, here] = torch.randn(heads, count, columns)
+            expected[start : start + count] = sums[:, here, :dim].transpose(0, 1) * 0.5
+        found = torch.full((tokens, heads, dim), torch.nan, dtype=BF16)
+        hopper.launch_queries(b, parts_of(sums, queries), found)
+    assert torch.equal(found, expected.to(BF16))
+    weights = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[:, None] - lse / 1.44269504))
+    expected_sinks = -(weights * expected_delta.t())[:, : sum(lengths)].sum(1)
+    torch.testing.assert_close(grad_sinks, expected_sinks, rtol=1e-4, atol=1e-4)
 
 
 def test_a_gluon_that_does_not_fit_is_told(chip, monkeypatch):

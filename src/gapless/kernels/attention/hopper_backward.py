@@ -41,7 +41,6 @@ from gapless.kernels.gluon import (
     named_barrier_wait,
     release_after_tma,
     tma_add,
-    tma_store,
     tma_store_wait,
     wait_for_value,
     warpgroup_mma,
@@ -53,6 +52,8 @@ KEYS = 128
 """Keys of a program, of two consumers together."""
 
 _ROWS = constant(64)
+_LINE = constant(32)
+"""Numbers in a row of the sums: 128 bytes."""
 _MEETING = constant(9)
 
 
@@ -60,6 +61,12 @@ _MEETING = constant(9)
 def _half(F):
     """Columns of a consumer's part of dQ."""
     return F.D // 2 if F.BM == 64 else F.D
+
+
+@constexpr_function
+def _lines(F):
+    """Rows of the sums that a consumer's part of dQ takes."""
+    return F.BM * F.D // 64
 
 
 # ---- before and after ----
@@ -121,12 +128,21 @@ def hopper_delta(
         tl.store(grad_sinks + tl.program_id(0) * tl.num_programs(1) + head, tl.sum(total, 0))
 
 
+@jit
+def _place_in_parts(row, column, COLUMNS: tl.constexpr):
+    """Where among 64 queries of dQ, in parts of as many columns, `_in_lines` put a number."""
+    part, column = column // COLUMNS, column % COLUMNS
+    thread = row % 8 * 4 + column % 8 // 2
+    four = (row // 8 * (COLUMNS // 16) + column // 16) * 32 + thread
+    return part * (64 * COLUMNS) + four * 4 + column // 8 % 2 * 2 + column % 2
+
+
 @jit(do_not_specialize=(*PER_BATCH, "rows"))
 def hopper_queries(
     accumulator, grad_q, table, q_start, q_used, tokens, rows, scale, stride_t, stride_h,
     D: tl.constexpr, DP: tl.constexpr, QT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a tile of QT queries and a head, from their padded places; zeros in the tail."""
+    """Write the gradients of a tile of QT queries and a head, from their parts; zeros in the tail."""
     document, begin, start, count = _tile(table, q_start, q_used)
     head = tl.program_id(1).to(tl.int64)
     grad_q += head * stride_h
@@ -134,11 +150,11 @@ def hopper_queries(
         row = begin - start
         place = _padded(document, start, rows, head, BM)
         column = tl.arange(0, DP)
+        inside = _place_in_parts(tl.arange(0, 64)[:, None], column[None, :], DP // 2 if BM == 64 else DP)
         for first in range(row, tl.minimum(row + QT, count), 64):
             query = first + tl.arange(0, 64)
             here = query < count
-            source = accumulator + (place + query)[:, None] * DP + column[None, :]
-            x = tl.load(source, mask=here[:, None], other=0.0)
+            x = tl.load(accumulator + (place + first) * DP + inside, mask=here[:, None], other=0.0)
             token = start.to(tl.int64) + query
             target = grad_q + token[:, None] * stride_t + column[None, :]
             mask = here[:, None] & (column < D)[None, :]
@@ -149,18 +165,6 @@ def hopper_queries(
 
 
 # ---- the senders ----
-
-
-@gluon_jit
-def _add(desc, row, column, source, turn, F: gl.constexpr):
-    """Start to add to the accumulator; the first in turn writes instead."""
-    if F.ORDERED:
-        if turn == 0:
-            tma_store(desc, [row, column], source)
-        else:
-            tma_add(desc, [row, column], source)
-    else:
-        tma_add(desc, [row, column], source)
 
 
 @gluon_jit
@@ -185,27 +189,24 @@ def _send(SENDER: gl.constexpr, sent, F: gl.constexpr):
     padded, rows = places_
     head, together = heads
     low, high = tiles
-    HALF: gl.constexpr = _half(F)
+    LINES: gl.constexpr = _lines(F)
     n = 0
     for other in range(together):
-        first = (head + other) * rows + padded
+        first = ((head + other) * rows + padded) // F.BM
         for i in range(low, high):
             if n % 2 == SENDER:
-                row = first + i * F.BM
                 turn = 0
                 if F.ORDERED:
                     turn = _turn(i, tile, shift, window, F)
-                    wait_for_value(turns + row // F.BM, turn)
+                    wait_for_value(turns + first + i, turn)
                 mbarrier.wait(full.index(SENDER), n // 2 & 1)
-                _add(desc, row, 0, room.index(0), turn, F)
-                if F.BM == 64:
-                    _add(desc, row, HALF, room.index(1), turn, F)
-                else:
-                    _add(desc, row + _ROWS, 0, room.index(1), turn, F)
+                line = (first + i) * (2 * LINES)
+                tma_add(desc, [line, 0], room.index(0))
+                tma_add(desc, [line + LINES, 0], room.index(1))
                 tma_store_wait(0)
                 mbarrier.arrive(empty.index(SENDER))
                 if F.ORDERED:
-                    release_after_tma(turns + row // F.BM, turn + 1)
+                    release_after_tma(turns + first + i, turn + 1)
             n += 1
 
 
@@ -224,6 +225,19 @@ def _start_part(grad_scores, k, CONSUMER: gl.constexpr, F: gl.constexpr):
         left = grad_scores.slice(CONSUMER * _ROWS, _ROWS, 1).permute((1, 0))
         right = k
     return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+
+
+@gluon_jit
+def _in_lines(part):
+    """A part of dQ, [64, columns], in an order of its own, in which a thread's numbers are four in a row.
+
+    Row by row, 4 threads write 32 bytes of each of 8 rows at once, whose places in shared memory collide two and two,
+    and TMA adds up pieces of 256 bytes: in this order writes do not collide, and the sums are dense. Nothing moves:
+    only the places have other names. `_place_in_parts` finds a number again.
+    """
+    HALVES: gl.constexpr = part.shape[1] // 16
+    threads = part.reshape([4, 2, 8, HALVES, 2, 4, 2]).permute((0, 1, 3, 2, 5, 4, 6))
+    return threads.reshape([part.shape[0] * part.shape[1] // _LINE, _LINE])
 
 
 @gluon_jit
@@ -252,9 +266,9 @@ def _step(state, n, i, rooms, barriers, keys, full, settings, CONSUMER: gl.const
     room = grad_scores_room.index(n & 1)
     own_rows(room, CONSUMER).store(weights.to(dtype))
     fence_async_shared()
-    named_barrier_wait(_MEETING, 256)
     ds = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, accumulator(F.D), 2))
     grad_k = warpgroup_mma(ds, q.index(slot), grad_k, is_async=True)
+    named_barrier_wait(_MEETING, 256)
     part = _start_part(room, k, CONSUMER, F)
     grad_v, _ = warpgroup_mma_wait(2, deps=[grad_v, p])
     mbarrier.arrive(grad_empty.index(slot))
@@ -265,7 +279,7 @@ def _step(state, n, i, rooms, barriers, keys, full, settings, CONSUMER: gl.const
     part = warpgroup_mma_wait(1, deps=[part])
     # The senders take turns at one room: it is empty when the other has sent the part before.
     mbarrier.wait(out_empty.index((n + 1) % 2), ((n + 1) // 2 & 1) ^ 1)
-    out.index(CONSUMER).store(part)
+    out.index(CONSUMER).store(_in_lines(part))
     fence_async_shared()
     mbarrier.arrive(out_full.index(n % 2))
     # Not carried into the next step unfinished: ptxas then serialises all products (note C7514).
@@ -318,13 +332,13 @@ def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F
     dtype: gl.constexpr = descs[0].dtype
     head, kv_head, result, together = heads
     turns, document_place, rows = padded
-    HALF: gl.constexpr = _half(F)
+    LINES: gl.constexpr = _lines(F)
     q = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.D], shared(F.BM, F.D, dtype))
     grad = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.V], shared(F.BM, F.V, dtype))
     k = gl.allocate_shared_memory(dtype, [F.KEYS, F.D], shared(F.KEYS, F.D, dtype))
     v = gl.allocate_shared_memory(dtype, [F.KEYS, F.V], shared(F.KEYS, F.V, dtype))
     grad_scores = gl.allocate_shared_memory(dtype, [2, F.KEYS, F.BM], shared(F.KEYS, F.BM, dtype))
-    out = gl.allocate_shared_memory(gl.float32, [2, _ROWS, HALF], shared(_ROWS, HALF, gl.float32))
+    out = gl.allocate_shared_memory(gl.float32, [2, LINES, _LINE], shared(LINES, _LINE, gl.float32))
     lse = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
     delta = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
     k_full = new_barriers(1, 1).index(0)
@@ -369,7 +383,7 @@ def hopper_backward(
     """A tile of the backward table, for `together` query heads of one kv head; tiles of the tail are cleared.
 
     Programs are (result head of a section, row of the table, section). Descriptors: q, k, v, grad, grad_k_desc and
-    grad_v_desc ragged; lse and delta [N, rows], accumulator [N rows, D].
+    grad_v_desc ragged; lse and delta [N, rows]; accumulator [N rows D / 32, 32], parts of dQ / scale `_in_lines`.
     """
     result = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
     head = result * together

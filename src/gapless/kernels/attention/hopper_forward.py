@@ -6,6 +6,9 @@ queries see to the first. A consumer starts the scores of a tile, then the weigh
 the softmax of the first while the matrix units do the second. With turns, one consumer's products run during the
 softmax of another.
 
+Persistent programs, one per multiprocessor, take tile after tile: the producer asks a counter in memory for the next
+one and tells the consumers, and feeds them its first keys while they still write the last output.
+
 Query heads that read the same keys may share a tile: row r of a consumer is token r // GROUP of head r % GROUP, as TMA
 has them where a box of the tensor is some tokens of GROUP heads. All are fed with one copy of the keys, and documents
 of few tokens fill more of a tile.
@@ -52,6 +55,8 @@ class Form(NamedTuple):
     """Tiles of keys, and of values, in shared memory."""
     TURNS: bool
     """Whether consumers take turns at the matrix units."""
+    PERSISTENT: bool
+    """Whether a program goes on to further tiles."""
     D0: int
     """Columns of queries and keys in the first chunk, and in the second, 0 if there is none."""
     D1: int
@@ -70,7 +75,10 @@ class Form(NamedTuple):
 
 _INF = constant(float("inf"))
 _LOG2_E = constant(1.4426950408889634)
-_FIRST_BARRIER = constant(9)
+_FIRST_TURN = constant(9)
+_FIRST_OWN = constant(12)
+"""Named barriers: of turns, and of the threads of each consumer alone."""
+_WARP = constant(32)
 
 
 @constexpr_function
@@ -94,6 +102,58 @@ def _tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, C0: gl.
 def _at(tiles, index):
     """Both chunks of a tile."""
     return tiles[0].index(index), tiles[1].index(index)
+
+
+# ---- the order of tiles ----
+
+
+@gluon_jit
+def _tile(number, order, F: gl.constexpr):
+    """Document, first token and first head of a tile: numbers go through heads of a section, rows, sections."""
+    table, rows, section = order
+    size = section * rows
+    rest = number % size
+    row = rest // section
+    head = (number // size * section + rest % section) * F.GROUP
+    return gl.load(table + 2 * row), gl.load(table + 2 * row + 1), head
+
+
+@gluon_jit
+def _next_number(counter):
+    """Take a number from a counter in memory, for a warp: one thread asks, and tells the others."""
+    lane = gl.arange(0, _WARP, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    number = gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 found;
+        setp.eq.s32 first, $2, 0;
+        mov.b32 found, 0;
+        @first atom.global.add.u32 found, [$1], 1;
+        shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff;
+        }""",
+        "=r,l,r", [counter + lane * 0, lane], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return gl.max(number, 0)
+
+
+@gluon_jit
+def _tell(number, n, told):
+    """The producer names the n-th tile."""
+    room, full, empty = told
+    mbarrier.wait(empty.index(n % 2), (n // 2 & 1) ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    room.index(n % 2).store(gl.full([_WARP], 0, gl.int32, layout) + number)
+    mbarrier.arrive(full.index(n % 2))
+
+
+@gluon_jit
+def _hear(n, told):
+    """A consumer learns the n-th tile."""
+    room, full, empty = told
+    mbarrier.wait(full.index(n % 2), n // 2 & 1)
+    number = gl.max(room.index(n % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(empty.index(n % 2))
+    return number
 
 
 # ---- the producer ----
@@ -120,26 +180,58 @@ def _load(descs, document, row, head, barrier, room, SECOND: gl.constexpr):
 
 
 @gluon_jit
-def _produce(fed, F: gl.constexpr):
-    """Feed the consumers: their queries, and tiles of keys and values from the last to the first."""
-    descs, rooms, barriers, queries, keys, row, heads, tiles = fed
+def _feed(fed, number, base, attended, F: gl.constexpr):
+    """Copy in the queries of a tile, and tiles of keys and values from the last to the first; how many.
+
+    `base` and `attended` count tiles of keys, and tiles that have any, that were before.
+    """
+    descs, rooms, barriers, order, documents, groups, window = fed
     q_descs, k_descs, v_descs = descs
     q, k, v = rooms
-    q_full, k_full, k_empty, v_full, v_empty = barriers
-    head, kv_head = heads
-    low, high = tiles
-    CONSUMERS: gl.constexpr = F.CONSUMERS
-    for consumer in gl.static_range(CONSUMERS):
-        _load(q_descs, queries, row + consumer * _tokens(F), head, q_full.index(consumer), _at(q, consumer), F.D1)
-    for n in range(0, high - low):
-        slot = n % F.STAGES
-        # The first round finds all slots empty: the phase before the first counts as over.
-        phase = (n // F.STAGES & 1) ^ 1
-        key = (high - 1 - n) * F.BN
-        mbarrier.wait(k_empty.index(slot), phase)
-        _load(k_descs, keys, key, kv_head, k_full.index(slot), _at(k, slot), F.D1)
-        mbarrier.wait(v_empty.index(slot), phase)
-        _load(v_descs, keys, key, kv_head, v_full.index(slot), _at(v, slot), F.V1)
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    document, begin, head = _tile(number, order, F)
+    used = 0
+    if document >= 0:
+        start, query_count, key_start, key_count, shift = places(document, *documents)
+        queries, keys, row = (start, query_count), (key_start, key_count), begin - start
+        CONSUMERS: gl.constexpr = F.CONSUMERS
+        tokens: gl.constexpr = CONSUMERS * _tokens(F)
+        tiles = key_tiles(row, tokens, query_count, key_count, shift, window, F.BN, F.CAUSAL, F.WINDOW)
+        for consumer in gl.static_range(CONSUMERS):
+            if F.PERSISTENT:
+                mbarrier.wait(q_empty.index(consumer), (attended & 1) ^ 1)
+            _load(q_descs, queries, row + consumer * _tokens(F), head, q_full.index(consumer), _at(q, consumer), F.D1)
+        used = tiles[3] - tiles[0]
+        for i in range(0, used):
+            n = base + i
+            slot = n % F.STAGES
+            # The first round finds all slots empty: the phase before the first counts as over.
+            phase = (n // F.STAGES & 1) ^ 1
+            key = (tiles[3] - 1 - i) * F.BN
+            mbarrier.wait(k_empty.index(slot), phase)
+            _load(k_descs, keys, key, head // groups, k_full.index(slot), _at(k, slot), F.D1)
+            mbarrier.wait(v_empty.index(slot), phase)
+            _load(v_descs, keys, key, head // groups, v_full.index(slot), _at(v, slot), F.V1)
+    return used
+
+
+@gluon_jit
+def _produce(fed, told, counter, total, F: gl.constexpr):
+    """Feed the consumers, tile after tile."""
+    number = gl.program_id(0)
+    if F.PERSISTENT:
+        n, base, attended = 0, 0, 0
+        while number < total:
+            _tell(number, n, told)
+            after = _next_number(counter) + gl.num_programs(0)
+            used = _feed(fed, number, base, attended, F)
+            base += used
+            attended += (used > 0).to(gl.int32)
+            n += 1
+            number = after
+        _tell(total, n, told)
+    else:
+        _feed(fed, number, 0, 0, F)
 
 
 # ---- the consumers ----
@@ -148,14 +240,14 @@ def _produce(fed, F: gl.constexpr):
 @gluon_jit
 def _wait_for_turn(CONSUMER: gl.constexpr, F: gl.constexpr):
     if F.TURNS:
-        named_barrier_wait(_FIRST_BARRIER + CONSUMER, 256)
+        named_barrier_wait(_FIRST_TURN + CONSUMER, 256)
 
 
 @gluon_jit
 def _give_turn(CONSUMER: gl.constexpr, F: gl.constexpr):
     """To the next consumer; two groups of 128 threads meet at a barrier."""
     if F.TURNS:
-        named_barrier_arrive(_FIRST_BARRIER + (CONSUMER + 1) % F.CONSUMERS, 256)
+        named_barrier_arrive(_FIRST_TURN + (CONSUMER + 1) % F.CONSUMERS, 256)
 
 
 @gluon_jit
@@ -248,20 +340,21 @@ def _as_operand(pairs, dtype: gl.constexpr, F: gl.constexpr):
 
 @gluon_jit
 def _step(
-    state, n, high, q, rooms, barriers, query, key_count, settings,
+    state, n, base, high, q, rooms, barriers, query, key_count, settings,
     CONSUMER: gl.constexpr, MASKED: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Scores and weights of the n-th tile, beside the weighted values of the one before."""
     out0, out1, top, total, pairs = state
     k, v = rooms
     k_full, k_empty, v_full, v_empty = barriers
-    slot = n % F.STAGES
-    before = (n - 1) % F.STAGES
+    place = base + n
+    slot = place % F.STAGES
+    before = (place - 1) % F.STAGES
     weights = _as_operand(pairs, k[0].dtype, F)
-    mbarrier.wait(k_full.index(slot), n // F.STAGES & 1)
+    mbarrier.wait(k_full.index(slot), place // F.STAGES & 1)
     _wait_for_turn(CONSUMER, F)
     scores = _start_scores(q, _at(k, slot), F)
-    mbarrier.wait(v_full.index(before), (n - 1) // F.STAGES & 1)
+    mbarrier.wait(v_full.index(before), (place - 1) // F.STAGES & 1)
     out0, out1 = _start_values(weights, _at(v, before), out0, out1, F)
     _give_turn(CONSUMER, F)
     scores = warpgroup_mma_wait(2 if F.V1 > 0 else 1, deps=[scores])
@@ -276,8 +369,8 @@ def _step(
 
 
 @gluon_jit
-def _attend(q, rooms, barriers, query, key_count, tiles, settings, CONSUMER: gl.constexpr, F: gl.constexpr):
-    """Output before the division, row maxima and sums."""
+def _attend(q, rooms, barriers, query, key_count, tiles, base, settings, CONSUMER: gl.constexpr, F: gl.constexpr):
+    """Output before the division, row maxima and sums; `base` tiles of keys were before."""
     low, full_low, full_high, high = tiles
     k, v = rooms
     k_full, k_empty, v_full, v_empty = barriers
@@ -286,29 +379,32 @@ def _attend(q, rooms, barriers, query, key_count, tiles, settings, CONSUMER: gl.
     out1 = gl.full([F.BM, F.V1 if F.V1 > 0 else 16], 0.0, gl.float32, accumulator(F.V1 if F.V1 > 0 else 16))
     top = gl.full([F.BM], -_INF, gl.float32, row_layout)
     total = gl.full([F.BM], 0.0, gl.float32, row_layout)
-    mbarrier.wait(k_full.index(0), 0)
+    slot = base % F.STAGES
+    mbarrier.wait(k_full.index(slot), base // F.STAGES & 1)
     _wait_for_turn(CONSUMER, F)
-    scores = _start_scores(q, _at(k, 0), F)
+    scores = _start_scores(q, _at(k, slot), F)
     _give_turn(CONSUMER, F)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(0))
+    mbarrier.arrive(k_empty.index(slot))
     weights, top, total, _ = _softmax(scores, top, total, high - 1, query, key_count, settings, True, F)
     state = (out0, out1, top, total, _packed(weights, k[0].dtype))
     # Masks are for the last tiles, which end in the middle, and for the first that a window reaches.
     for n in range(1, high - full_high):
-        state = _step(state, n, high, q, rooms, barriers, query, key_count, settings, CONSUMER, True, F)
+        state = _step(state, n, base, high, q, rooms, barriers, query, key_count, settings, CONSUMER, True, F)
     for n in range(gl.maximum(high - full_high, 1), high - full_low):
-        state = _step(state, n, high, q, rooms, barriers, query, key_count, settings, CONSUMER, False, F)
+        state = _step(state, n, base, high, q, rooms, barriers, query, key_count, settings, CONSUMER, False, F)
     if F.WINDOW:
         for n in range(gl.maximum(high - full_low, 1), high - low):
-            state = _step(state, n, high, q, rooms, barriers, query, key_count, settings, CONSUMER, True, F)
+            state = _step(state, n, base, high, q, rooms, barriers, query, key_count, settings, CONSUMER, True, F)
     out0, out1, top, total, pairs = state
-    last = high - low - 1
+    last = base + high - low - 1
     slot = last % F.STAGES
     mbarrier.wait(v_full.index(slot), last // F.STAGES & 1)
     weights = _as_operand(pairs, k[0].dtype, F)
     out0, out1 = _start_values(weights, _at(v, slot), out0, out1, F)
     out0, out1 = _wait_for_values(weights, out0, out1, F)
+    if F.PERSISTENT:
+        mbarrier.arrive(v_empty.index(slot))
     return out0, out1, top, total
 
 
@@ -328,131 +424,152 @@ def _store_lse(lse, value, document, query, other):
 
 
 @gluon_jit
-def _store(descs, room, document, row, head, F: gl.constexpr):
+def _store(CONSUMER: gl.constexpr, descs, room, out0, out1, document, row, head, F: gl.constexpr):
     """Write a consumer's rows, those beyond the document left out."""
     start, count = document
+    if F.PERSISTENT:
+        # The copy before has left the room: one thread knows, and all wait for it.
+        tma_store_wait(0)
+        named_barrier_wait(_FIRST_OWN + CONSUMER, 128)
+    room[0].store(out0.to(descs[0].dtype))
+    if F.V1 > 0:
+        room[1].store(out1.to(descs[0].dtype))
     fence_async_shared()
     tma_store(descs[0], ragged_place(start, count, row, head, 0), room[0].reshape(descs[0].block_type.shape))
     if F.V1 > 0:
         tma_store(descs[1], ragged_place(start, count, row, head, F.V0), room[1].reshape(descs[1].block_type.shape))
-    tma_store_wait(0)
 
 
 @gluon_jit
-def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
-    """Attend from the consumer's queries, and write what they get."""
-    descs, lse, sinks, rooms, barriers, queries, key_count, row, shift, head, tiles, settings = taken
+def _with_sink(sinks, head, out0, out1, top, total, F: gl.constexpr):
+    """Sums with a further weight, which has no value."""
+    sink = gl.load(sinks + head).to(gl.float32) * _LOG2_E
+    new_top = gl.maximum(top, sink)
+    shrink = gl.exp2(top - new_top)
+    out0, out1 = _times(out0, out1, shrink, F)
+    return out0, out1, new_top, total * shrink + gl.exp2(sink - new_top)
+
+
+@gluon_jit
+def _attend_tile(CONSUMER: gl.constexpr, taken, number, base, attended, F: gl.constexpr):
+    """Attend from a consumer's queries of a tile, and write what they get; tiles of keys it went through, as `_feed`.
+
+    Beyond all documents there are zeros, and LSEs of -inf.
+    """
+    descs, lse, tokens, sinks, rooms, barriers, order, documents, settings = taken
     q, k, v, out = rooms
-    q_full, k_full, k_empty, v_full, v_empty = barriers
-    row += CONSUMER * _tokens(F)
-    query, other = _rows(row, F)
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    document, begin, head = _tile(number, order, F)
+    log = (lse + head.to(gl.int64) * tokens, tokens)
+    room = _at(out, CONSUMER)
+    used = 0
+    if document >= 0:
+        start, query_count, _, key_count, shift = places(document, *documents)
+        row = begin - start
+        span: gl.constexpr = F.CONSUMERS * _tokens(F)
+        tiles = key_tiles(row, span, query_count, key_count, shift, settings[2], F.BN, F.CAUSAL, F.WINDOW)
+        row += CONSUMER * _tokens(F)
+        query, other = _rows(row, F)
+        mbarrier.wait(q_full.index(CONSUMER), attended & 1)
+        out0, out1, top, total = _attend(
+            _at(q, CONSUMER), (k, v), (k_full, k_empty, v_full, v_empty), query + shift, key_count,
+            tiles, base, settings, CONSUMER, F,
+        )  # fmt: skip
+        if F.PERSISTENT:
+            mbarrier.arrive(q_empty.index(CONSUMER))
+        if F.SINKS:
+            out0, out1, top, total = _with_sink(sinks, head + other, out0, out1, top, total, F)
+        out0, out1 = _times(out0, out1, gl.where(total > 0, 1.0 / total, 0.0), F)
+        # log2(0) is -inf: a row that sees nothing.
+        _store_lse(log, top + gl.log2(total), (start, query_count), query, other)
+        _store(CONSUMER, descs, room, out0, out1, (start, query_count), row, head, F)
+        used = tiles[3] - tiles[0]
+    elif document == TAIL:
+        row = begin + CONSUMER * _tokens(F)
+        query, other = _rows(row, F)
+        _store_lse(log, gl.full([F.BM], -_INF, gl.float32, query.type.layout), (0, tokens), query, other)
+        zeros0 = gl.full([F.BM, F.V0], 0.0, gl.float32, accumulator(F.V0))
+        zeros1 = gl.full([F.BM, F.V1 if F.V1 > 0 else 16], 0.0, gl.float32, accumulator(F.V1 if F.V1 > 0 else 16))
+        _store(CONSUMER, descs, room, zeros0, zeros1, (0, tokens), row, head, F)
+    return used
+
+
+@gluon_jit
+def _consume(CONSUMER: gl.constexpr, taken, told, total, F: gl.constexpr):
+    """Attend, tile after tile."""
     if CONSUMER == F.CONSUMERS - 1:
         _give_turn(CONSUMER, F)  # the first starts
-    mbarrier.wait(q_full.index(CONSUMER), 0)
-    out0, out1, top, total = _attend(
-        _at(q, CONSUMER), (k, v), (k_full, k_empty, v_full, v_empty), query + shift, key_count,
-        tiles, settings, CONSUMER, F,
-    )  # fmt: skip
+    if F.PERSISTENT:
+        n, base, attended = 0, 0, 0
+        number = _hear(0, told)
+        while number < total:
+            used = _attend_tile(CONSUMER, taken, number, base, attended, F)
+            base += used
+            attended += (used > 0).to(gl.int32)
+            n += 1
+            number = _hear(n, told)
+    else:
+        _attend_tile(CONSUMER, taken, gl.program_id(0), 0, 0, F)
     if CONSUMER == 0:
         _wait_for_turn(CONSUMER, F)  # which the last gave, so that none is left over
-    if F.SINKS:
-        extra = gl.load(sinks + head + other).to(gl.float32) * _LOG2_E
-        new_top = gl.maximum(top, extra)
-        shrink = gl.exp2(top - new_top)
-        total = total * shrink + gl.exp2(extra - new_top)
-        out0, out1 = _times(out0, out1, shrink, F)
-        top = new_top
-    out0, out1 = _times(out0, out1, gl.where(total > 0, 1.0 / total, 0.0), F)
-    # log2(0) is -inf: a row that sees nothing.
-    _store_lse(lse, top + gl.log2(total), queries, query, other)
-    room = _at(out, CONSUMER)
-    room[0].store(out0.to(k[0].dtype))
-    if F.V1 > 0:
-        room[1].store(out1.to(k[0].dtype))
-    _store(descs, room, queries, row, head, F)
+    tma_store_wait(0)
 
 
 # ---- the kernel ----
 
 
-@gluon_jit
-def _clear(descs, lse, begin, tokens, head, F: gl.constexpr):
-    """Zeros from token `begin` on, up to the end of the stream, and LSEs of -inf."""
-    dtype: gl.constexpr = descs[0].dtype
-    room = _at(_tiles(dtype, 1, F.BM, F.V0, F.V1), 0)
-    room[0].store(gl.full([F.BM, F.V0], 0.0, dtype, accumulator(F.V0)))
-    if F.V1 > 0:
-        room[1].store(gl.full([F.BM, F.V1], 0.0, dtype, accumulator(F.V1)))
-    CONSUMERS: gl.constexpr = F.CONSUMERS
-    for consumer in gl.static_range(CONSUMERS):
-        row = begin + consumer * _tokens(F)
-        _store(descs, room, (0, tokens), row, head, F)
-        query, other = _rows(row, F)
-        _store_lse(lse, gl.full([F.BM], -_INF, gl.float32, query.type.layout), (0, tokens), query, other)
+@gluon_jit(do_not_specialize=(*PER_BATCH, "counter", "rows", "section", "total"))
+def hopper_forward(
+    q0, q1, k0, k1, v0, v1, out0, out1, sinks, lse, counter, table, q_start, q_used, q_offset, k_start, k_used,
+    k_offset, scale2, softcap, window, tokens, groups, rows, section, total, F: gl.constexpr,
+):  # fmt: skip
+    """Tiles of the forward table for GROUP heads, as `flash_forward` has them for one; tiles of the tail are cleared.
 
-
-@gluon_jit
-def _attend_tile(
-    q_descs, k_descs, v_descs, out_descs, lse, sinks, queries, keys, row, shift, heads, settings, F: gl.constexpr
-):
-    """Set up shared memory, and let the warps go their ways."""
-    dtype: gl.constexpr = q_descs[0].dtype
+    `total` tiles: groups of heads of a section, `rows` of the table, sections. There is a program for each; persistent
+    ones are fewer, and `counter` begins with 0. Descriptors are of [T, heads, D or V], for the two chunks of columns;
+    None where there is no second.
+    """
+    dtype: gl.constexpr = q0.dtype
+    if F.D1 == 0:
+        q1, k1 = q0, k0
+    if F.V1 == 0:
+        v1, out1 = v0, out0
     q = _tiles(dtype, F.CONSUMERS, F.BM, F.D0, F.D1)
     k = _tiles(dtype, F.STAGES, F.BN, F.D0, F.D1)
     v = _tiles(dtype, F.STAGES, F.BN, F.V0, F.V1)
-    # Outputs take the place of the queries where they fit: a consumer is done with these when it has those.
-    alike: gl.constexpr = F.V0 == F.D0 and (F.V1 == F.D1 or F.V1 == 0)
+    # Outputs take the place of the queries where they fit, if the next ones are not on their way: a consumer is done
+    # with its queries when it has its output.
+    alike: gl.constexpr = not F.PERSISTENT and F.V0 == F.D0 and (F.V1 == F.D1 or F.V1 == 0)
     out = q if alike else _tiles(dtype, F.CONSUMERS, F.BM, F.V0, F.V1)
-    full_q = new_barriers(F.CONSUMERS, 1)
-    full_k = new_barriers(F.STAGES, 1)
-    empty_k = new_barriers(F.STAGES, F.CONSUMERS)
-    full_v = new_barriers(F.STAGES, 1)
-    empty_v = new_barriers(F.STAGES, F.CONSUMERS)
-    barriers = (full_q, full_k, empty_k, full_v, empty_v)
-    tokens: gl.constexpr = F.CONSUMERS * _tokens(F)
-    tiles = key_tiles(row, tokens, queries[1], keys[1], shift, settings[2], F.BN, F.CAUSAL, F.WINDOW)
-    taken = (out_descs, lse, sinks, (q, k, v, out), barriers, queries, keys[1], row, shift, heads[0], tiles, settings)
-    fed = ((q_descs, k_descs, v_descs), (q, k, v), barriers, queries, keys, row, heads, (tiles[0], tiles[3]))
+    full_q, empty_q = new_barriers(F.CONSUMERS, 1), new_barriers(F.CONSUMERS, 1)
+    full_k, empty_k = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, F.CONSUMERS)
+    full_v, empty_v = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, F.CONSUMERS)
+    barriers = (full_q, empty_q, full_k, empty_k, full_v, empty_v)
+    numbers = gl.allocate_shared_memory(gl.int32, [2, _WARP], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = (numbers, new_barriers(2, 1), new_barriers(2, F.CONSUMERS))
+    order, documents = (table, rows, section), (q_start, q_used, q_offset, k_start, k_used, k_offset)
+    taken = (
+        (out0, out1), lse, tokens, sinks, (q, k, v, out), barriers, order, documents, (scale2, softcap, window)
+    )  # fmt: skip
+    fed = (((q0, q1), (k0, k1), (v0, v1)), (q, k, v), barriers, order, documents, groups, window)
     if F.CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consume, (0, taken, F)), (_consume, (1, taken, F)), (_produce, (fed, F))],
+            [
+                (_consume, (0, taken, told, total, F)),
+                (_consume, (1, taken, told, total, F)),
+                (_produce, (fed, told, counter, total, F)),
+            ],
             [4, 1],
             [F.REGISTERS, F.FEW_REGISTERS],
         )
     else:
         gl.warp_specialize(
-            [(_consume, (0, taken, F)), (_consume, (1, taken, F)), (_consume, (2, taken, F)), (_produce, (fed, F))],
+            [
+                (_consume, (0, taken, told, total, F)),
+                (_consume, (1, taken, told, total, F)),
+                (_consume, (2, taken, told, total, F)),
+                (_produce, (fed, told, counter, total, F)),
+            ],
             [4, 4, 1],
             [F.REGISTERS, F.REGISTERS, F.FEW_REGISTERS],
         )
-
-
-@gluon_jit(do_not_specialize=PER_BATCH)
-def hopper_forward(
-    q0, q1, k0, k1, v0, v1, out0, out1, sinks, lse, table, q_start, q_used, q_offset, k_start, k_used, k_offset,
-    scale2, softcap, window, tokens, groups, F: gl.constexpr,
-):  # fmt: skip
-    """A tile of the forward table for GROUP heads, as `flash_forward` has it for one; tiles of the tail are cleared.
-
-    Programs are (group of heads of a section, row of the table, section). Descriptors are of [T, heads, D or V], for
-    the two chunks of columns; None where there is no second.
-    """
-    head = (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) * F.GROUP
-    document = gl.load(table + 2 * gl.program_id(1))
-    begin = gl.load(table + 2 * gl.program_id(1) + 1)
-    log = (lse + head.to(gl.int64) * tokens, tokens)
-    if F.D1 == 0:
-        q1, k1 = q0, k0
-    if F.V1 == 0:
-        v1, out1 = v0, out0
-    if document >= 0:
-        start, query_count, key_start, key_count, shift = places(
-            document, q_start, q_used, q_offset, k_start, k_used, k_offset
-        )
-        queries, keys = (start, query_count), (key_start, key_count)
-        _attend_tile(
-            (q0, q1), (k0, k1), (v0, v1), (out0, out1), log, sinks, queries, keys, begin - start, shift,
-            (head, head // groups), (scale2, softcap, window), F,
-        )  # fmt: skip
-    elif document == TAIL:
-        _clear((out0, out1), log, begin, tokens, head, F)

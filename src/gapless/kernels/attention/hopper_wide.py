@@ -1,11 +1,11 @@
 """Attention's backward on Hopper for heads above 128 in Gluon, in two kernels of which none adds to another's.
 
 The gradients of 64 keys and 64 values with 256 features each fill the registers of two groups of four warps: one group,
-the consumer of values, finds weights P^T and dV += P^T dO, the other finds dS^T and dK += dS^T Q, both from the same
-tiles in shared memory. A second kernel has 64 queries a consumer and finds dQ += dS K as keys stream by. That is 8
-products for 5, but they need no exchange between groups, no accumulator in memory, and have the same bits every time.
+the consumer of values, finds weights P^T and dV += P^T dO, the other takes these weights and finds dS^T and
+dK += dS^T Q. A second kernel has 64 queries a consumer and finds dQ += dS K as keys stream by. That is 7 products for
+5, but they need no sums in global memory, and have the same bits every time.
 
-All three overlap as the forward does: products of the tile before run beside the softmax of this one.
+Consumers overlap as the forward's do: products of the tile before run beside the softmax of this one.
 """
 
 from __future__ import annotations
@@ -62,10 +62,13 @@ def _operand(x, dtype: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon_jit
 def _value_step(state, n, i, rooms, barriers, keys, full, settings, FIRST: gl.constexpr, F: gl.constexpr):
-    """Weights of the n-th tile of queries, the i-th of its head, beside the product of those before."""
+    """Weights of the n-th tile of queries, the i-th of its head, beside the product of those before.
+
+    Handed to the other consumer, times the slope of the softcap.
+    """
     grad_v, weights = state
-    q, k, grad, lse = rooms
-    q_full, q_empty, grad_full, grad_empty = barriers
+    q, k, grad, lse, shared_weights = rooms
+    q_full, q_empty, grad_full, grad_empty, p_full, p_empty = barriers
     slot = n % F.STAGES
     before = (n - 1) % F.STAGES
     mbarrier.wait(q_full.index(slot), n // F.STAGES & 1)
@@ -80,7 +83,10 @@ def _value_step(state, n, i, rooms, barriers, keys, full, settings, FIRST: gl.co
     numbers = lse.index(slot).load(gl.SliceLayout(0, accumulator(F.BM)))
     mbarrier.arrive(q_empty.index(slot))
     masked = (i < full[0]) | (i >= full[1])
-    weights, _ = weights_again(scores, numbers, i, keys, masked, settings, F)
+    weights, slope = weights_again(scores, numbers, i, keys, masked, settings, F)
+    mbarrier.wait(p_empty.index(n % 2), (n // 2 & 1) ^ 1)
+    shared_weights.index(n % 2).store((weights * slope if F.SOFTCAP else weights).to(grad.dtype))
+    mbarrier.arrive(p_full.index(n % 2))
     if not FIRST:
         grad_v, _ = warpgroup_mma_wait(0, deps=[grad_v, p])  # pyrefly: ignore
         mbarrier.arrive(grad_empty.index(before))
@@ -88,31 +94,29 @@ def _value_step(state, n, i, rooms, barriers, keys, full, settings, FIRST: gl.co
 
 
 @gluon_jit
-def _key_step(state, n, i, rooms, barriers, keys, full, settings, FIRST: gl.constexpr, F: gl.constexpr):
+def _key_step(state, n, rooms, barriers, FIRST: gl.constexpr, F: gl.constexpr):
     """Gradients of the scores of the n-th tile, beside the product of those before with their queries."""
     grad_k, grad_scores = state
-    q, k, v, grad, lse, delta = rooms
-    q_full, q_empty, grad_full, grad_empty = barriers
+    q, v, grad, delta, shared_weights = rooms
+    q_full, q_empty, grad_full, grad_empty, p_full, p_empty = barriers
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(F.BM))
     slot = n % F.STAGES
     before = (n - 1) % F.STAGES
-    mbarrier.wait(q_full.index(slot), n // F.STAGES & 1)
-    scores = _start_scores(k, q.index(slot))
     mbarrier.wait(grad_full.index(slot), n // F.STAGES & 1)
     products = _start_scores(v, grad.index(slot))
     if FIRST:
-        scores = warpgroup_mma_wait(1, deps=[scores])
+        products = warpgroup_mma_wait(0, deps=[products])
     else:
         ds = _operand(grad_scores, q.dtype, F.D)
+        mbarrier.wait(q_full.index(before), (n - 1) // F.STAGES & 1)
         grad_k = warpgroup_mma(ds, q.index(before), grad_k, is_async=True)
-        scores = warpgroup_mma_wait(2, deps=[scores])
-    masked = (i < full[0]) | (i >= full[1])
-    weights, slope = weights_again(scores, lse.index(slot).load(columns), i, keys, masked, settings, F)
-    products = warpgroup_mma_wait(0 if FIRST else 1, deps=[products])
-    grad_scores = weights * (products - delta.index(slot).load(columns)[None, :])
+        products = warpgroup_mma_wait(1, deps=[products])
+    products = products - delta.index(slot).load(columns)[None, :]
     mbarrier.arrive(grad_empty.index(slot))
-    if F.SOFTCAP:
-        grad_scores = grad_scores * slope
+    mbarrier.wait(p_full.index(n % 2), n // 2 & 1)
+    weights = shared_weights.index(n % 2).load(accumulator(F.BM)).to(gl.float32)
+    grad_scores = weights * products
+    mbarrier.arrive(p_empty.index(n % 2))
     if not FIRST:
         grad_k, _ = warpgroup_mma_wait(0, deps=[grad_k, ds])  # pyrefly: ignore
         mbarrier.arrive(q_empty.index(before))
@@ -123,14 +127,14 @@ def _key_step(state, n, i, rooms, barriers, keys, full, settings, FIRST: gl.cons
 def _consume_for_keys(VALUES: gl.constexpr, taken, F: gl.constexpr):
     """The gradient of a program's values, or of its keys, from all queries that see them, head after head."""
     results, rooms, barriers, keys, row, shift, heads, tiles, settings = taken
-    q, k, v, grad, lse, delta = rooms
-    k_full, q_full, q_empty, grad_full, grad_empty = barriers
+    q, k, v, grad, lse, delta, shared_weights = rooms
+    k_full, q_full, q_empty, grad_full, grad_empty, p_full, p_empty = barriers
     head, together = heads
     low, full_low, full_high, high = tiles
     scale, scale2, softcap, window = settings
     full, numbers = (full_low, full_high), (scale2, softcap, window)
     COLUMNS: gl.constexpr = F.V if VALUES else F.D
-    streams = (q_full, q_empty, grad_full, grad_empty)
+    streams = (q_full, q_empty, grad_full, grad_empty, p_full, p_empty)
     of_keys = (row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, accumulator(F.BM))), keys[1], shift)
     sums = gl.full([_ROWS, COLUMNS], 0.0, gl.float32, accumulator(COLUMNS))
     count = high - low
@@ -140,19 +144,20 @@ def _consume_for_keys(VALUES: gl.constexpr, taken, F: gl.constexpr):
         state = (sums, gl.full([_ROWS, F.BM], 0.0, gl.float32, accumulator(F.BM)))
         last = total - 1
         if VALUES:
-            state = _value_step(state, 0, low, (q, k, grad, lse), streams, of_keys, full, numbers, True, F)
+            mine = (q, k, grad, lse, shared_weights)
+            state = _value_step(state, 0, low, mine, streams, of_keys, full, numbers, True, F)
             for n in range(1, total):
-                i = low + n % count
-                state = _value_step(state, n, i, (q, k, grad, lse), streams, of_keys, full, numbers, False, F)
+                state = _value_step(state, n, low + n % count, mine, streams, of_keys, full, numbers, False, F)
             sums, x = state
             mbarrier.wait(grad_full.index(last % F.STAGES), last // F.STAGES & 1)
             right = grad.index(last % F.STAGES)
         else:
-            state = _key_step(state, 0, low, (q, k, v, grad, lse, delta), streams, of_keys, full, numbers, True, F)
+            own = (q, v, grad, delta, shared_weights)
+            state = _key_step(state, 0, own, streams, True, F)
             for n in range(1, total):
-                i = low + n % count
-                state = _key_step(state, n, i, (q, k, v, grad, lse, delta), streams, of_keys, full, numbers, False, F)
+                state = _key_step(state, n, own, streams, False, F)
             sums, x = state
+            mbarrier.wait(q_full.index(last % F.STAGES), last // F.STAGES & 1)
             right = q.index(last % F.STAGES)
         operand = _operand(x, q.dtype, COLUMNS)
         sums = warpgroup_mma(operand, right, sums, is_async=True)
@@ -174,16 +179,20 @@ def _gather_for_keys(descs, results, queries, keys, padded, row, shift, heads, n
     grad = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.V], shared(F.BM, F.V, dtype))
     k = gl.allocate_shared_memory(dtype, [_ROWS, F.D], shared(_ROWS, F.D, dtype))
     v = gl.allocate_shared_memory(dtype, [_ROWS, F.V], shared(_ROWS, F.V, dtype))
+    shared_weights = gl.allocate_shared_memory(dtype, [2, _ROWS, F.BM], shared(_ROWS, F.BM, dtype))
     lse = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
     delta = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
     k_full = new_barriers(1, 1).index(0)
     q_full, q_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
     grad_full, grad_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
+    p_full, p_empty = new_barriers(2, 1), new_barriers(2, 1)
     scale, scale2, softcap, window = numbers
     tiles = query_tiles(row, queries[1], keys[1], shift, window, F)
     low, _, _, high = tiles
     barriers, rooms = (k_full, q_full, q_empty, grad_full, grad_empty), (q, k, v, grad, lse, delta)
-    taken = (results, rooms, barriers, keys, row, shift, (result, together), tiles, numbers)
+    own_rooms = (q, k, v, grad, lse, delta, shared_weights)
+    own_barriers = (k_full, q_full, q_empty, grad_full, grad_empty, p_full, p_empty)
+    taken = (results, own_rooms, own_barriers, keys, row, shift, (result, together), tiles, numbers)
     fed = (descs, rooms, barriers, queries, keys, padded, row, (head, kv_head, together), (low, high))
     gl.warp_specialize(
         [(_consume_for_keys, (True, taken, F)), (_consume_for_keys, (False, taken, F)), (feed_keys, (fed, False, F))],
