@@ -241,11 +241,25 @@ def _in_lines(part):
 
 
 @gluon_jit
-def _step(state, n, i, rooms, barriers, keys, full, settings, CONSUMER: gl.constexpr, F: gl.constexpr):
-    """Gradients from the i-th tile of queries, the n-th in all, whose scores are there; then the scores of the next."""
+def _send_part(part, n, room, barriers, CONSUMER: gl.constexpr):
+    """Hand the n-th part of dQ to the senders."""
+    out_full, out_empty = barriers
+    # The senders take turns at one room: it is empty when the other has sent the part before.
+    mbarrier.wait(out_empty.index((n + 1) % 2), ((n + 1) // 2 & 1) ^ 1)
+    room.index(CONSUMER).store(_in_lines(part))
+    fence_async_shared()
+    mbarrier.arrive(out_full.index(n % 2))
+
+
+@gluon_jit
+def _step(state, n, i, rooms, barriers, keys, full, settings, CONSUMER: gl.constexpr, FIRST: gl.constexpr, F: gl.constexpr):
+    """Gradients from the i-th tile of queries, the n-th in all, whose scores are there; then the scores of the next.
+
+    A consumer's part of dQ, from all keys, is that of the tile before: the other's half of dS has long been there.
+    """
     grad_k, grad_v, scores = state
     q, k, v, grad, lse, delta, grad_scores_room, out = rooms
-    q_full, q_empty, grad_full, grad_empty, out_full, out_empty = barriers
+    q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty = barriers
     dtype: gl.constexpr = q.dtype
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(F.BM))
     slot = n % F.STAGES
@@ -262,26 +276,29 @@ def _step(state, n, i, rooms, barriers, keys, full, settings, CONSUMER: gl.const
     weights = weights * products
     if F.SOFTCAP:
         weights = weights * slope
-    # Two rooms: when both consumers have met for this one, both are done with the other.
-    room = grad_scores_room.index(n & 1)
-    own_rows(room, CONSUMER).store(weights.to(dtype))
+    if not FIRST:
+        # The other has stored its half of the tile before, so it is done with the one before that.
+        mbarrier.wait(ds_full.index((n - 1) % 3), (n - 1) // 3 & 1)
+    own_rows(grad_scores_room.index(n % 3), CONSUMER).store(weights.to(dtype))
     fence_async_shared()
+    mbarrier.arrive(ds_full.index(n % 3))
     ds = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, accumulator(F.D), 2))
     grad_k = warpgroup_mma(ds, q.index(slot), grad_k, is_async=True)
-    named_barrier_wait(_MEETING, 256)
-    part = _start_part(room, k, CONSUMER, F)
-    grad_v, _ = warpgroup_mma_wait(2, deps=[grad_v, p])
-    mbarrier.arrive(grad_empty.index(slot))
-    grad_k, _ = warpgroup_mma_wait(1, deps=[grad_k, ds])
+    if not FIRST:
+        part = _start_part(grad_scores_room.index((n - 1) % 3), k, CONSUMER, F)
+        grad_v, _ = warpgroup_mma_wait(2, deps=[grad_v, p])
+        mbarrier.arrive(grad_empty.index(slot))
+        grad_k, _ = warpgroup_mma_wait(1, deps=[grad_k, ds])
+    else:
+        grad_v, _ = warpgroup_mma_wait(1, deps=[grad_v, p])
+        mbarrier.arrive(grad_empty.index(slot))
+        grad_k, _ = warpgroup_mma_wait(0, deps=[grad_k, ds])
     mbarrier.arrive(q_empty.index(slot))
     mbarrier.wait(q_full.index(after), (n + 1) // F.STAGES & 1)
     scores = _start_scores(k, q.index(after), CONSUMER, F)
-    part = warpgroup_mma_wait(1, deps=[part])
-    # The senders take turns at one room: it is empty when the other has sent the part before.
-    mbarrier.wait(out_empty.index((n + 1) % 2), ((n + 1) // 2 & 1) ^ 1)
-    out.index(CONSUMER).store(_in_lines(part))
-    fence_async_shared()
-    mbarrier.arrive(out_full.index(n % 2))
+    if not FIRST:
+        part = warpgroup_mma_wait(1, deps=[part])  # pyrefly: ignore
+        _send_part(part, n - 1, out, (out_full, out_empty), CONSUMER)
     # Not carried into the next step unfinished: ptxas then serialises all products (note C7514).
     return grad_k, grad_v, warpgroup_mma_wait(0, deps=[scores])
 
@@ -297,7 +314,7 @@ def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
     """Gradients of the consumer's keys and values from all queries that see them, head after head."""
     results, rooms, barriers, keys, row, shift, heads, tiles, settings = taken
     q, k, v, grad, lse, delta, grad_scores, out = rooms
-    k_full, q_full, q_empty, grad_full, grad_empty, out_full, out_empty = barriers
+    k_full, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty = barriers
     head, together = heads
     low, full_low, full_high, high = tiles
     scale, scale2, softcap, window = settings
@@ -308,15 +325,20 @@ def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
     mbarrier.wait(k_full, 0)
     mbarrier.wait(q_full.index(0), 0)
     scores = warpgroup_mma_wait(0, deps=[_start_scores(k, q.index(0), CONSUMER, F)])
-    n = 0
-    for _ in range(together):
-        for i in range(low, high):
-            grad_k, grad_v, scores = _step(
-                (grad_k, grad_v, scores), n, i, rooms,
-                (q_full, q_empty, grad_full, grad_empty, out_full, out_empty), (key, keys[1], shift),
-                (full_low, full_high), (scale2, softcap, window), CONSUMER, F,
-            )  # fmt: skip
-            n += 1
+    total = together * (high - low)
+    if total > 0:
+        streams, of_keys = (q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty), (key, keys[1], shift)
+        full, numbers = (full_low, full_high), (scale2, softcap, window)
+        state = (grad_k, grad_v, scores)
+        state = _step(state, 0, low, rooms, streams, of_keys, full, numbers, CONSUMER, True, F)
+        i = low
+        for n in range(1, total):
+            i = gl.where(i + 1 == high, low, i + 1)
+            state = _step(state, n, i, rooms, streams, of_keys, full, numbers, CONSUMER, False, F)
+        grad_k, grad_v, scores = state
+        mbarrier.wait(ds_full.index((total - 1) % 3), (total - 1) // 3 & 1)
+        part = _start_part(grad_scores.index((total - 1) % 3), k, CONSUMER, F)
+        _send_part(warpgroup_mma_wait(0, deps=[part]), total - 1, out, (out_full, out_empty), CONSUMER)
     named_barrier_wait(_MEETING, 256)  # both are done with all keys: gradients take their place
     write_rows(grad_k * scale, results[0], k, keys, row, head, CONSUMER, F.D_HEAD, F.D, F)
     write_rows(grad_v, results[1], v, keys, row, head, CONSUMER, F.V_HEAD, F.V, F)
@@ -337,20 +359,20 @@ def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F
     grad = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.V], shared(F.BM, F.V, dtype))
     k = gl.allocate_shared_memory(dtype, [F.KEYS, F.D], shared(F.KEYS, F.D, dtype))
     v = gl.allocate_shared_memory(dtype, [F.KEYS, F.V], shared(F.KEYS, F.V, dtype))
-    grad_scores = gl.allocate_shared_memory(dtype, [2, F.KEYS, F.BM], shared(F.KEYS, F.BM, dtype))
+    grad_scores = gl.allocate_shared_memory(dtype, [3, F.KEYS, F.BM], shared(F.KEYS, F.BM, dtype))
     out = gl.allocate_shared_memory(gl.float32, [2, LINES, _LINE], shared(LINES, _LINE, gl.float32))
     lse = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
     delta = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
     k_full = new_barriers(1, 1).index(0)
     q_full, q_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
     grad_full, grad_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
-    out_full, out_empty = new_barriers(2, 2), new_barriers(2, 1)
+    ds_full, out_full, out_empty = new_barriers(3, 2), new_barriers(2, 2), new_barriers(2, 1)
     scale, scale2, softcap, window = numbers
     tiles = query_tiles(row, queries[1], keys[1], shift, window, F)
     low, _, _, high = tiles
     taken = (
         results, (q, k, v, grad, lse, delta, grad_scores, out),
-        (k_full, q_full, q_empty, grad_full, grad_empty, out_full, out_empty),
+        (k_full, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty),
         keys, row, shift, (result, together), tiles, numbers,
     )  # fmt: skip
     fed = (
