@@ -250,7 +250,7 @@ def launch_backward(
         back.hopper_backward,
         grid,
         q.device,
-        *(*b.descriptors(tensors, form), plain_descriptor(sums.view(-1, 32), (tile.queries * form.D // 64, 32))),
+        *(*b.descriptors(tensors, form), plain_descriptor(sums.view(-1, 32), (tile.queries * form.D // 64, 32)), sums),
         *(*_results(results, form), turns, b.k_table, *b.documents, *b.numbers),
         *(k.shape[0], heads // k.shape[1], together, rows),
         F=form,

@@ -240,10 +240,40 @@ def _in_lines(part):
     return threads.reshape([part.shape[0] * part.shape[1] // _LINE, _LINE])
 
 
+@constexpr_function
+def _in_fours(HALF):
+    """Layout of `_in_lines` in one row, with a thread's numbers in order."""
+    columns = [[1], [2], *([128 << bit] for bit in range((HALF // 16).bit_length() - 1)), [8 * HALF]]
+    warps = [[16 * HALF], [32 * HALF]]
+    return gl.DistributedLinearLayout(columns, [[4], [8], [16], [32], [64]], warps, [], [64 * HALF])
+
+
 @gluon_jit
-def _send_part(part, n, room, barriers, CONSUMER: gl.constexpr):
-    """Hand the n-th part of dQ to the senders."""
+def _add_part(part, sums, tile, CONSUMER: gl.constexpr, F: gl.constexpr):
+    """Add a part of dQ to the sums from registers, four numbers at a time."""
+    SIZE: gl.constexpr = _ROWS * _half(F)
+    layout: gl.constexpr = _in_fours(_half(F))
+    fours = gl.convert_layout(_in_lines(part).reshape([SIZE]), layout)
+    place = sums + (tile.to(gl.int64) * 2 + CONSUMER) * SIZE + gl.arange(0, SIZE, layout=layout)
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [place.to(gl.int64), fours], dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon_jit
+def _send_part(part, n, tile, room, barriers, CONSUMER: gl.constexpr, F: gl.constexpr):
+    """Add the n-th part of dQ to the sums, or hand it to the senders, who do it in turn."""
+    room, sums = room
     out_full, out_empty = barriers
+    if not F.ORDERED:
+        _add_part(part, sums, tile, CONSUMER, F)
+    else:
+        _hand(part, n, room, out_full, out_empty, CONSUMER)
+
+
+@gluon_jit
+def _hand(part, n, room, out_full, out_empty, CONSUMER: gl.constexpr):
     # The senders take turns at one room: it is empty when the other has sent the part before.
     mbarrier.wait(out_empty.index((n + 1) % 2), ((n + 1) // 2 & 1) ^ 1)
     room.index(CONSUMER).store(_in_lines(part))
@@ -252,7 +282,7 @@ def _send_part(part, n, room, barriers, CONSUMER: gl.constexpr):
 
 
 @gluon_jit
-def _step(state, n, i, rooms, barriers, keys, full, settings, CONSUMER: gl.constexpr, FIRST: gl.constexpr, F: gl.constexpr):
+def _step(state, n, i, tile, rooms, barriers, keys, full, settings, CONSUMER: gl.constexpr, FIRST: gl.constexpr, F: gl.constexpr):
     """Gradients from the i-th tile of queries, the n-th in all, whose scores are there; then the scores of the next.
 
     A consumer's part of dQ, from all keys, is that of the tile before: the other's half of dS has long been there.
@@ -298,7 +328,7 @@ def _step(state, n, i, rooms, barriers, keys, full, settings, CONSUMER: gl.const
     scores = _start_scores(k, q.index(after), CONSUMER, F)
     if not FIRST:
         part = warpgroup_mma_wait(1, deps=[part])  # pyrefly: ignore
-        _send_part(part, n - 1, out, (out_full, out_empty), CONSUMER)
+        _send_part(part, n - 1, tile, out, (out_full, out_empty), CONSUMER, F)
     # Not carried into the next step unfinished: ptxas then serialises all products (note C7514).
     return grad_k, grad_v, warpgroup_mma_wait(0, deps=[scores])
 
@@ -312,7 +342,7 @@ def _start_scores(k, q, CONSUMER: gl.constexpr, F: gl.constexpr):
 @gluon_jit
 def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
     """Gradients of the consumer's keys and values from all queries that see them, head after head."""
-    results, rooms, barriers, keys, row, shift, heads, tiles, settings = taken
+    results, rooms, barriers, keys, places_, row, shift, heads, tiles, settings = taken
     q, k, v, grad, lse, delta, grad_scores, out = rooms
     k_full, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty = barriers
     head, together = heads
@@ -330,15 +360,19 @@ def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
         streams, of_keys = (q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty), (key, keys[1], shift)
         full, numbers = (full_low, full_high), (scale2, softcap, window)
         state = (grad_k, grad_v, scores)
-        state = _step(state, 0, low, rooms, streams, of_keys, full, numbers, CONSUMER, True, F)
+        tile, per_head = places_
+        tile += low
+        state = _step(state, 0, low, tile, rooms, streams, of_keys, full, numbers, CONSUMER, True, F)
         i = low
         for n in range(1, total):
-            i = gl.where(i + 1 == high, low, i + 1)
-            state = _step(state, n, i, rooms, streams, of_keys, full, numbers, CONSUMER, False, F)
+            last = i + 1 == high
+            i = gl.where(last, low, i + 1)
+            state = _step(state, n, i, tile, rooms, streams, of_keys, full, numbers, CONSUMER, False, F)
+            tile += gl.where(last, per_head - (high - 1 - low), 1)
         grad_k, grad_v, scores = state
         mbarrier.wait(ds_full.index((total - 1) % 3), (total - 1) // 3 & 1)
         part = _start_part(grad_scores.index((total - 1) % 3), k, CONSUMER, F)
-        _send_part(warpgroup_mma_wait(0, deps=[part]), total - 1, out, (out_full, out_empty), CONSUMER)
+        _send_part(warpgroup_mma_wait(0, deps=[part]), total - 1, tile, out, (out_full, out_empty), CONSUMER, F)
     named_barrier_wait(_MEETING, 256)  # both are done with all keys: gradients take their place
     write_rows(grad_k * scale, results[0], k, keys, row, head, CONSUMER, F.D_HEAD, F.D, F)
     write_rows(grad_v, results[1], v, keys, row, head, CONSUMER, F.V_HEAD, F.V, F)
@@ -353,7 +387,7 @@ def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F
     """Set up shared memory, and let the warps go their ways."""
     dtype: gl.constexpr = descs[0].dtype
     head, kv_head, result, together = heads
-    turns, document_place, rows = padded
+    turns, document_place, rows, sums = padded
     LINES: gl.constexpr = _lines(F)
     q = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.D], shared(F.BM, F.D, dtype))
     grad = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.V], shared(F.BM, F.V, dtype))
@@ -371,9 +405,9 @@ def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F
     tiles = query_tiles(row, queries[1], keys[1], shift, window, F)
     low, _, _, high = tiles
     taken = (
-        results, (q, k, v, grad, lse, delta, grad_scores, out),
+        results, (q, k, v, grad, lse, delta, grad_scores, (out, sums)),
         (k_full, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty),
-        keys, row, shift, (result, together), tiles, numbers,
+        keys, ((head * rows + document_place) // F.BM, rows // F.BM), row, shift, (result, together), tiles, numbers,
     )  # fmt: skip
     fed = (
         descs[:6], (q, k, v, grad, lse, delta), (k_full, q_full, q_empty, grad_full, grad_empty),
@@ -383,7 +417,14 @@ def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F
         descs[6], out, (out_full, out_empty), turns, (document_place, rows), row // F.KEYS, shift, window,
         (head, together), (low, high),
     )  # fmt: skip
-    gl.warp_specialize(
+    if not F.ORDERED:
+        gl.warp_specialize(
+            [(_consume, (0, taken, F)), (_consume, (1, taken, F)), (feed_keys, (fed, True, F))],
+            [4, 1],
+            [F.REGISTERS, F.FEW_REGISTERS],
+        )
+    else:
+      gl.warp_specialize(
         [
             (_consume, (0, taken, F)),
             (_consume, (1, taken, F)),
@@ -398,7 +439,7 @@ def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F
 
 @gluon_jit(do_not_specialize=(*PER_BATCH, "rows"))
 def hopper_backward(
-    q, k, v, grad, lse, delta, accumulator, grad_k_desc, grad_v_desc, grad_k, grad_v, turns,
+    q, k, v, grad, lse, delta, accumulator, sums, grad_k_desc, grad_v_desc, grad_k, grad_v, turns,
     table, q_start, q_used, q_offset, k_start, k_used, k_offset, scale, scale2, softcap, window,
     k_tokens, groups, together, rows, F: gl.constexpr,
 ):  # fmt: skip
@@ -418,7 +459,7 @@ def hopper_backward(
         padded = (start // F.BM + document) * F.BM
         _gather(
             (q, k, v, grad, lse, delta, accumulator), ((grad_k_desc, grad_k), (grad_v_desc, grad_v)),
-            (start, query_count), (key_start, key_count), (turns, padded, rows), begin - key_start, shift,
+            (start, query_count), (key_start, key_count), (turns, padded, rows, sums), begin - key_start, shift,
             (head, head // groups, result, together), (scale, scale2, softcap, window), F,
         )  # fmt: skip
     elif document == TAIL:
