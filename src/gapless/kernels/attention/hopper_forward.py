@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, capped, places
+from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, capped
+from gapless.kernels.attention.hopper_order import END, hear, look_up, new_news, next_number, tell, tell_end
 from gapless.kernels.attention.hopper_shared import accumulator, key_tiles, new_barriers, seen_keys, shared
 from gapless.kernels.gluon import (
     constant,
@@ -78,7 +79,6 @@ _LOG2_E = constant(1.4426950408889634)
 _FIRST_TURN = constant(9)
 _FIRST_OWN = constant(12)
 """Named barriers: of turns, and of the threads of each consumer alone."""
-_WARP = constant(32)
 
 
 @constexpr_function
@@ -102,58 +102,6 @@ def _tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, C0: gl.
 def _at(tiles, index):
     """Both chunks of a tile."""
     return tiles[0].index(index), tiles[1].index(index)
-
-
-# ---- the order of tiles ----
-
-
-@gluon_jit
-def _tile(number, order, F: gl.constexpr):
-    """Document, first token and first head of a tile: numbers go through heads of a section, rows, sections."""
-    table, rows, section = order
-    size = section * rows
-    rest = number % size
-    row = rest // section
-    head = (number // size * section + rest % section) * F.GROUP
-    return gl.load(table + 2 * row), gl.load(table + 2 * row + 1), head
-
-
-@gluon_jit
-def _next_number(counter):
-    """Take a number from a counter in memory, for a warp: one thread asks, and tells the others."""
-    lane = gl.arange(0, _WARP, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    number = gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .b32 found;
-        setp.eq.s32 first, $2, 0;
-        mov.b32 found, 0;
-        @first atom.global.add.u32 found, [$1], 1;
-        shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff;
-        }""",
-        "=r,l,r", [counter + lane * 0, lane], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    return gl.max(number, 0)
-
-
-@gluon_jit
-def _tell(number, n, told):
-    """The producer names the n-th tile."""
-    room, full, empty = told
-    mbarrier.wait(empty.index(n % 2), (n // 2 & 1) ^ 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    room.index(n % 2).store(gl.full([_WARP], 0, gl.int32, layout) + number)
-    mbarrier.arrive(full.index(n % 2))
-
-
-@gluon_jit
-def _hear(n, told):
-    """A consumer learns the n-th tile."""
-    room, full, empty = told
-    mbarrier.wait(full.index(n % 2), n // 2 & 1)
-    number = gl.max(room.index(n % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(empty.index(n % 2))
-    return number
 
 
 # ---- the producer ----
@@ -180,19 +128,19 @@ def _load(descs, document, row, head, barrier, room, SECOND: gl.constexpr):
 
 
 @gluon_jit
-def _feed(fed, number, base, attended, F: gl.constexpr):
+def _feed(fed, tile, base, attended, F: gl.constexpr):
     """Copy in the queries of a tile, and tiles of keys and values from the last to the first; how many.
 
     `base` and `attended` count tiles of keys, and tiles that have any, that were before.
     """
-    descs, rooms, barriers, order, documents, groups, window = fed
+    descs, rooms, barriers, groups, window = fed
     q_descs, k_descs, v_descs = descs
     q, k, v = rooms
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    document, begin, head = _tile(number, order, F)
+    document, begin, head, start, query_count, key_start, key_count, shift = tile
+    head *= F.GROUP
     used = 0
     if document >= 0:
-        start, query_count, key_start, key_count, shift = places(document, *documents)
         queries, keys, row = (start, query_count), (key_start, key_count), begin - start
         CONSUMERS: gl.constexpr = F.CONSUMERS
         tokens: gl.constexpr = CONSUMERS * _tokens(F)
@@ -216,22 +164,23 @@ def _feed(fed, number, base, attended, F: gl.constexpr):
 
 
 @gluon_jit
-def _produce(fed, told, counter, total, F: gl.constexpr):
+def _produce(fed, told, order, documents, counter, total, F: gl.constexpr):
     """Feed the consumers, tile after tile."""
     number = gl.program_id(0)
+    tile = look_up(number, order, documents)
     if F.PERSISTENT:
         n, base, attended = 0, 0, 0
         while number < total:
-            _tell(number, n, told)
-            after = _next_number(counter) + gl.num_programs(0)
-            used = _feed(fed, number, base, attended, F)
+            tell(tile, n, told)
+            number = next_number(counter) + gl.num_programs(0)
+            used = _feed(fed, tile, base, attended, F)
             base += used
             attended += (used > 0).to(gl.int32)
             n += 1
-            number = after
-        _tell(total, n, told)
+            tile = look_up(number % total, order, documents)
+        tell_end(n, told)
     else:
-        _feed(fed, number, 0, 0, F)
+        _feed(fed, tile, 0, 0, F)
 
 
 # ---- the consumers ----
@@ -451,20 +400,20 @@ def _with_sink(sinks, head, out0, out1, top, total, F: gl.constexpr):
 
 
 @gluon_jit
-def _attend_tile(CONSUMER: gl.constexpr, taken, number, base, attended, F: gl.constexpr):
+def _attend_tile(CONSUMER: gl.constexpr, taken, tile, base, attended, F: gl.constexpr):
     """Attend from a consumer's queries of a tile, and write what they get; tiles of keys it went through, as `_feed`.
 
     Beyond all documents there are zeros, and LSEs of -inf.
     """
-    descs, lse, tokens, sinks, rooms, barriers, order, documents, settings = taken
+    descs, lse, tokens, sinks, rooms, barriers, settings = taken
     q, k, v, out = rooms
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    document, begin, head = _tile(number, order, F)
+    document, begin, head, start, query_count, _, key_count, shift = tile
+    head *= F.GROUP
     log = (lse + head.to(gl.int64) * tokens, tokens)
     room = _at(out, CONSUMER)
     used = 0
     if document >= 0:
-        start, query_count, _, key_count, shift = places(document, *documents)
         row = begin - start
         span: gl.constexpr = F.CONSUMERS * _tokens(F)
         tiles = key_tiles(row, span, query_count, key_count, shift, settings[2], F.BN, F.CAUSAL, F.WINDOW)
@@ -495,21 +444,21 @@ def _attend_tile(CONSUMER: gl.constexpr, taken, number, base, attended, F: gl.co
 
 
 @gluon_jit
-def _consume(CONSUMER: gl.constexpr, taken, told, total, F: gl.constexpr):
+def _consume(CONSUMER: gl.constexpr, taken, told, order, documents, F: gl.constexpr):
     """Attend, tile after tile."""
     if CONSUMER == F.CONSUMERS - 1:
         _give_turn(CONSUMER, F)  # the first starts
     if F.PERSISTENT:
         n, base, attended = 0, 0, 0
-        number = _hear(0, told)
-        while number < total:
-            used = _attend_tile(CONSUMER, taken, number, base, attended, F)
+        tile = hear(0, told, 4)
+        while tile[0] != END:
+            used = _attend_tile(CONSUMER, taken, tile, base, attended, F)
             base += used
             attended += (used > 0).to(gl.int32)
             n += 1
-            number = _hear(n, told)
+            tile = hear(n, told, 4)
     else:
-        _attend_tile(CONSUMER, taken, gl.program_id(0), 0, 0, F)
+        _attend_tile(CONSUMER, taken, look_up(gl.program_id(0), order, documents), 0, 0, F)
     if CONSUMER == 0:
         _wait_for_turn(CONSUMER, F)  # which the last gave, so that none is left over
     tma_store_wait(0)
@@ -545,19 +494,16 @@ def hopper_forward(
     full_k, empty_k = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, F.CONSUMERS)
     full_v, empty_v = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, F.CONSUMERS)
     barriers = (full_q, empty_q, full_k, empty_k, full_v, empty_v)
-    numbers = gl.allocate_shared_memory(gl.int32, [2, _WARP], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told = (numbers, new_barriers(2, 1), new_barriers(2, F.CONSUMERS))
+    told = new_news(F.CONSUMERS)
     order, documents = (table, rows, section), (q_start, q_used, q_offset, k_start, k_used, k_offset)
-    taken = (
-        (out0, out1), lse, tokens, sinks, (q, k, v, out), barriers, order, documents, (scale2, softcap, window)
-    )  # fmt: skip
-    fed = (((q0, q1), (k0, k1), (v0, v1)), (q, k, v), barriers, order, documents, groups, window)
+    taken = ((out0, out1), lse, tokens, sinks, (q, k, v, out), barriers, (scale2, softcap, window))
+    fed = (((q0, q1), (k0, k1), (v0, v1)), (q, k, v), barriers, groups, window)
     if F.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, taken, told, total, F)),
-                (_consume, (1, taken, told, total, F)),
-                (_produce, (fed, told, counter, total, F)),
+                (_consume, (0, taken, told, order, documents, F)),
+                (_consume, (1, taken, told, order, documents, F)),
+                (_produce, (fed, told, order, documents, counter, total, F)),
             ],
             [4, 1],
             [F.REGISTERS, F.FEW_REGISTERS],
@@ -565,10 +511,10 @@ def hopper_forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, taken, told, total, F)),
-                (_consume, (1, taken, told, total, F)),
-                (_consume, (2, taken, told, total, F)),
-                (_produce, (fed, told, counter, total, F)),
+                (_consume, (0, taken, told, order, documents, F)),
+                (_consume, (1, taken, told, order, documents, F)),
+                (_consume, (2, taken, told, order, documents, F)),
+                (_produce, (fed, told, order, documents, counter, total, F)),
             ],
             [4, 4, 1],
             [F.REGISTERS, F.REGISTERS, F.FEW_REGISTERS],
