@@ -10,6 +10,7 @@ import torch
 from gapless.kernels import gluon
 from gapless.kernels.attention import hopper_backward as back
 from gapless.kernels.attention import hopper_shared
+from gapless.kernels.attention import hopper_sums as sums_
 from gapless.kernels.attention import hopper_wide as wide_back
 from gapless.kernels.attention.hopper_forward import Form, hopper_forward
 from gapless.kernels.gluon import plain_descriptor, ragged_descriptor
@@ -201,7 +202,7 @@ def launch_delta(
     lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, rows)
     partial = lse.new_empty(b.q_rows, heads) if sinks is not None else None
     launch(
-        back.hopper_delta,
+        sums_.hopper_delta,
         (b.q_rows, heads),
         out.device,
         *(out, grad, lse, lse if grad_lse is None else grad_lse.t().contiguous(), lse if sinks is None else sinks),
@@ -246,13 +247,15 @@ def launch_backward(
     form = b.form(q, v, float32=results[0].dtype == torch.float32, ordered=ordered)
     sums = torch.zeros(heads, rows, form.D, dtype=torch.float32, device=q.device)
     turns = torch.zeros(heads * rows // tile.queries if ordered else 1, dtype=torch.int32, device=q.device)
+    section, used, sections = grid
+    total = section * used * sections
     launch(
         back.hopper_backward,
-        grid,
+        (min(total, multiprocessors(q.device)),),
         q.device,
         *(*b.descriptors(tensors, form), plain_descriptor(sums.view(-1, 32), (tile.queries * form.D // 64, 32)), sums),
-        *(*_results(results, form), turns, b.k_table, *b.documents, *b.numbers),
-        *(k.shape[0], heads // k.shape[1], together, rows),
+        *(*_results(results, form), turns, turns.new_zeros(1), b.k_table, *b.documents, *b.numbers),
+        *(k.shape[0], heads // k.shape[1], together, rows // tile.queries, used, section, total),
         F=form,
         num_warps=4,
     )
@@ -309,7 +312,7 @@ def launch_queries(b: Backward, sums: torch.Tensor, grad_q: torch.Tensor) -> Non
     """Write the queries' gradient, dense [Tq, N, D], from its parts."""
     tokens, heads, dim = grad_q.shape
     launch(
-        back.hopper_queries,
+        sums_.hopper_queries,
         (b.q_rows, heads),
         sums.device,
         *(sums, grad_q, b.q_table, *b.documents[:2], tokens, sums.shape[1], b.numbers[0]),

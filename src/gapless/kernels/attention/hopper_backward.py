@@ -18,12 +18,14 @@ The accumulator has queries in tiles of their own (`_padded`), whatever the plac
 
 from __future__ import annotations
 
-from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, clear_rows, places
+from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL
+from gapless.kernels.attention.hopper_order import END, hear, look_up, new_news, next_number, tell, tell_end
 from gapless.kernels.attention.hopper_shared import (
     accumulator,
     clear_keys,
-    feed_keys,
     flat,
+    load_numbers,
+    load_tile,
     new_barriers,
     own_rows,
     query_tiles,
@@ -46,7 +48,6 @@ from gapless.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from gapless.kernels.runtime import jit, tl
 
 KEYS = 128
 """Keys of a program, of two consumers together."""
@@ -69,99 +70,87 @@ def _lines(F):
     return F.BM * F.D // 64
 
 
-# ---- before and after ----
+# ---- the order of tiles ----
 
 
-@jit
-def _padded(document, start, rows, head, BM: tl.constexpr):
-    """Place of a document's first query among `rows` per head, where every document begins at a multiple of BM."""
-    return head * rows + (start // BM + document) * BM
+@gluon_jit
+def _extent(tile, window, F: gl.constexpr):
+    """Row of a tile's first key in its document, and which tiles of queries see its keys: see `query_tiles`."""
+    row = tile[1] - tile[5]
+    return row, query_tiles(row, tile[4], tile[6], tile[7], window, F)
 
 
-@jit
-def _tile(table, q_start, q_used):
-    """A row of the table: document, first query, counted from the document's, start and count of these."""
-    document = tl.load(table + 2 * tl.program_id(0))
-    begin = tl.load(table + 2 * tl.program_id(0) + 1)
-    start = tl.load(q_start + document, mask=document >= 0, other=0)
-    count = tl.load(q_used + document, mask=document >= 0, other=0)
-    return document, begin, start, count
+@gluon_jit
+def _first_place(tile, other, per_head, together, F: gl.constexpr):
+    """Number of the first tile of a document's queries among the padded places of all heads."""
+    return (tile[2] * together + other) * per_head + tile[3] // F.BM + tile[0]
 
 
-@jit(do_not_specialize=(*PER_BATCH, "rows"))
-def hopper_delta(
-    out, grad, lse, grad_lse, sinks, lse_padded, delta_padded, grad_sinks, table, q_start, q_used, tokens, rows,
-    stride_ot, stride_oh, stride_gt, stride_gh,
-    V: tl.constexpr, VP: tl.constexpr, QT: tl.constexpr, BM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    """Find delta = rowsum(dO O) - dLSE of a tile of QT queries and a head, and their summand of the sink's gradient.
+# ---- the producer ----
 
-    Both delta and the LSE go to padded places. Beyond the document, and for queries that see nothing, the LSE becomes
-    inf, which makes weights 0.
+
+@gluon_jit
+def _feed(fed, tile, base, met, F: gl.constexpr):
+    """Copy in the keys and values of a tile, and tiles of queries and gradients, head after head; how many.
+
+    `base` and `met` count tiles of queries, and tiles that met any, that were before.
     """
-    document, begin, start, count = _tile(table, q_start, q_used)
-    head = tl.program_id(1).to(tl.int64)
-    row = begin - start
-    stop = row + QT
-    if stop >= count:
-        stop = tl.cdiv(count, BM) * BM
-    place = _padded(document, start, rows, head, BM)
-    column = tl.arange(0, VP)
-    total = tl.zeros([64], tl.float32)
-    for first in range(row, tl.where(document >= 0, stop, row), 64):
-        query = first + tl.arange(0, 64)
-        here = query < count
-        token = start.to(tl.int64) + query
-        mask = here[:, None] & (column < V)[None, :]
-        x = tl.load(out + token[:, None] * stride_ot + head * stride_oh + column[None, :], mask=mask, other=0.0)
-        g = tl.load(grad + token[:, None] * stride_gt + head * stride_gh + column[None, :], mask=mask, other=0.0)
-        value = tl.sum(x.to(tl.float32) * g.to(tl.float32), 1)
-        if LSE:
-            value -= tl.load(grad_lse + head * tokens + token, mask=here, other=0.0)
-        log = tl.load(lse + head * tokens + token, mask=here, other=-float("inf"))
-        tl.store(delta_padded + place + query, value)
-        tl.store(lse_padded + place + query, tl.where(log == -float("inf"), float("inf"), log))
-        if SINKS:
-            sink = tl.load(sinks + head).to(tl.float32) * 1.44269504
-            total -= tl.where(log == -float("inf"), 0.0, tl.exp2(sink - log)) * value
-    if SINKS:
-        tl.store(grad_sinks + tl.program_id(0) * tl.num_programs(1) + head, tl.sum(total, 0))
-
-
-@jit
-def _place_in_parts(row, column, COLUMNS: tl.constexpr):
-    """Where among 64 queries of dQ, in parts of as many columns, `_in_lines` put a number."""
-    part, column = column // COLUMNS, column % COLUMNS
-    thread = row % 8 * 4 + column % 8 // 2
-    four = (row // 8 * (COLUMNS // 16) + column // 16) * 32 + thread
-    return part * (64 * COLUMNS) + four * 4 + column // 8 % 2 * 2 + column % 2
-
-
-@jit(do_not_specialize=(*PER_BATCH, "rows"))
-def hopper_queries(
-    accumulator, grad_q, table, q_start, q_used, tokens, rows, scale, stride_t, stride_h,
-    D: tl.constexpr, DP: tl.constexpr, QT: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Write the gradients of a tile of QT queries and a head, from their parts; zeros in the tail."""
-    document, begin, start, count = _tile(table, q_start, q_used)
-    head = tl.program_id(1).to(tl.int64)
-    grad_q += head * stride_h
+    descs, rooms, barriers, groups, together, window = fed
+    q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc = descs
+    q, k, v, grad, lse, delta = rooms
+    k_full, k_empty, q_full, q_empty, grad_full, grad_empty = barriers
+    document, _, result, start, query_count, key_start, key_count, _ = tile
+    used = 0
     if document >= 0:
-        row = begin - start
-        place = _padded(document, start, rows, head, BM)
-        column = tl.arange(0, DP)
-        inside = _place_in_parts(tl.arange(0, 64)[:, None], column[None, :], DP // 2 if BM == 64 else DP)
-        for first in range(row, tl.minimum(row + QT, count), 64):
-            query = first + tl.arange(0, 64)
-            here = query < count
-            x = tl.load(accumulator + (place + first) * DP + inside, mask=here[:, None], other=0.0)
-            token = start.to(tl.int64) + query
-            target = grad_q + token[:, None] * stride_t + column[None, :]
-            mask = here[:, None] & (column < D)[None, :]
-            tl.store(target, (x * scale).to(grad_q.dtype.element_ty), mask=mask)
-    elif document == TAIL:
-        for first in range(0, QT, 64):
-            clear_rows(grad_q, begin + first, stride_t, tokens, D, DP, 64)
+        row, tiles = _extent(tile, window, F)
+        low, _, _, high = tiles
+        head = result * together
+        queries, keys = (start, query_count), (key_start, key_count)
+        padded = (start // F.BM + document) * F.BM
+        for other in range(together):
+            for i in range(low, high):
+                n = base + used
+                slot = n % F.STAGES
+                # The first round finds all slots empty: the phase before the first counts as over.
+                phase = (n // F.STAGES & 1) ^ 1
+                mbarrier.wait(q_empty.index(slot), phase)
+                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+                load_tile(q_desc, queries, i * F.BM, head + other, q_full.index(slot), q.index(slot))
+                load_numbers(lse_desc, head + other, padded + i * F.BM, q_full.index(slot), lse.index(slot), F)
+                if used == 0:
+                    mbarrier.wait(k_empty, (met & 1) ^ 1)
+                    mbarrier.expect(k_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+                    load_tile(k_desc, keys, row, head // groups, k_full, k)
+                    load_tile(v_desc, keys, row, head // groups, k_full, v)
+                mbarrier.wait(grad_empty.index(slot), phase)
+                mbarrier.expect(grad_full.index(slot), grad_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+                load_tile(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
+                load_numbers(delta_desc, head + other, padded + i * F.BM, grad_full.index(slot), delta.index(slot), F)
+                used += 1
+    return used
+
+
+@gluon_jit
+def _produce(fed, news, order, documents, counter, total, F: gl.constexpr):
+    """Feed the consumers, tile after tile."""
+    number = gl.program_id(0)
+    tile = look_up(number, order, documents)
+    n, base, met = 0, 0, 0
+    while number < total:
+        tell(tile, n, news)
+        number = next_number(counter) + gl.num_programs(0)
+        used = _feed(fed, tile, base, met, F)
+        base += used
+        met += (used > 0).to(gl.int32)
+        n += 1
+        tile = look_up(number % total, order, documents)
+    tell_end(n, news)
+    if base > 0:  # Consumers start scores a tile ahead, and want queries for the last ones, which nobody reads.
+        descs, rooms, barriers, _, _, _ = fed
+        slot = base % F.STAGES
+        mbarrier.wait(barriers[3].index(slot), (base // F.STAGES & 1) ^ 1)
+        mbarrier.expect(barriers[2].index(slot), descs[0].block_type.nbytes)
+        load_tile(descs[0], (0, 0), 0, 0, barriers[2].index(slot), rooms[0].index(slot))
 
 
 # ---- the senders ----
@@ -179,35 +168,36 @@ def _turn(i, tile, shift, window, F: gl.constexpr):
 
 
 @gluon_jit
-def _send(SENDER: gl.constexpr, sent, F: gl.constexpr):
-    """Have every other part of what the consumers found of dQ added up, head after head.
+def _send(SENDER: gl.constexpr, sent, news, F: gl.constexpr):
+    """Have every other part of what the consumers found of dQ added up, in turn.
 
     Two senders: one waits until its part has arrived, and its turn is over, while the other sends.
     """
-    desc, room, barriers, turns, places_, tile, shift, window, heads, tiles = sent
+    desc, room, barriers, turns, per_head, together, window = sent
     full, empty = barriers
-    padded, rows = places_
-    head, together = heads
-    low, high = tiles
     LINES: gl.constexpr = _lines(F)
-    n = 0
-    for other in range(together):
-        first = ((head + other) * rows + padded) // F.BM
-        for i in range(low, high):
-            if n % 2 == SENDER:
-                turn = 0
-                if F.ORDERED:
-                    turn = _turn(i, tile, shift, window, F)
-                    wait_for_value(turns + first + i, turn)
-                mbarrier.wait(full.index(SENDER), n // 2 & 1)
-                line = (first + i) * (2 * LINES)
-                tma_add(desc, [line, 0], room.index(0))
-                tma_add(desc, [line + LINES, 0], room.index(1))
-                tma_store_wait(0)
-                mbarrier.arrive(empty.index(SENDER))
-                if F.ORDERED:
-                    release_after_tma(turns + first + i, turn + 1)
-            n += 1
+    n, t = 0, 0
+    tile = hear(0, news, 1)
+    while tile[0] != END:
+        if tile[0] >= 0:
+            row, tiles = _extent(tile, window, F)
+            low, _, _, high = tiles
+            for other in range(together):
+                first = _first_place(tile, other, per_head, together, F)
+                for i in range(low, high):
+                    if n % 2 == SENDER:
+                        turn = _turn(i, row // F.KEYS, tile[7], window, F)
+                        wait_for_value(turns + first + i, turn)
+                        mbarrier.wait(full.index(SENDER), n // 2 & 1)
+                        line = (first + i) * (2 * LINES)
+                        tma_add(desc, [line, 0], room.index(0))
+                        tma_add(desc, [line + LINES, 0], room.index(1))
+                        tma_store_wait(0)
+                        mbarrier.arrive(empty.index(SENDER))
+                        release_after_tma(turns + first + i, turn + 1)
+                    n += 1
+        t += 1
+        tile = hear(t, news, 1)
 
 
 # ---- the consumers ----
@@ -340,128 +330,139 @@ def _start_scores(k, q, CONSUMER: gl.constexpr, F: gl.constexpr):
 
 
 @gluon_jit
-def _consume(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
-    """Gradients of the consumer's keys and values from all queries that see them, head after head."""
-    results, rooms, barriers, keys, places_, row, shift, heads, tiles, settings = taken
+def _gradients(CONSUMER: gl.constexpr, taken, tile, base, met, F: gl.constexpr):
+    """Gradients of a consumer's keys and values of a tile; how many tiles of queries they met.
+
+    From all queries that see them, head after head. `base` and `met` as for `_feed`.
+    """
+    results, rooms, barriers, per_head, together, tokens, settings = taken
     q, k, v, grad, lse, delta, grad_scores, out = rooms
-    k_full, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty = barriers
-    head, together = heads
-    low, full_low, full_high, high = tiles
+    k_full, k_empty, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty = barriers
     scale, scale2, softcap, window = settings
-    row += CONSUMER * _ROWS
-    key = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, accumulator(F.BM)))
-    grad_k = gl.full([_ROWS, F.D], 0.0, gl.float32, accumulator(F.D))
-    grad_v = gl.full([_ROWS, F.V], 0.0, gl.float32, accumulator(F.V))
-    mbarrier.wait(k_full, 0)
-    mbarrier.wait(q_full.index(0), 0)
-    scores = warpgroup_mma_wait(0, deps=[_start_scores(k, q.index(0), CONSUMER, F)])
-    total = together * (high - low)
-    if total > 0:
-        streams, of_keys = (q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty), (key, keys[1], shift)
+    document, begin, result, _, _, key_start, key_count, shift = tile
+    row, tiles = _extent(tile, window, F)
+    low, full_low, full_high, high = tiles
+    used = 0
+    if document >= 0:
+        used = together * (high - low)
+    if used > 0:
+        first_row = row + CONSUMER * _ROWS
+        key = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, accumulator(F.BM)))
+        grad_k = gl.full([_ROWS, F.D], 0.0, gl.float32, accumulator(F.D))
+        grad_v = gl.full([_ROWS, F.V], 0.0, gl.float32, accumulator(F.V))
+        mbarrier.wait(k_full, met & 1)
+        mbarrier.wait(q_full.index(base % F.STAGES), base // F.STAGES & 1)
+        scores = warpgroup_mma_wait(0, deps=[_start_scores(k, q.index(base % F.STAGES), CONSUMER, F)])
+        streams, of_keys = (q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty), (key, key_count, shift)
         full, numbers = (full_low, full_high), (scale2, softcap, window)
         state = (grad_k, grad_v, scores)
-        tile, per_head = places_
-        tile += low
-        state = _step(state, 0, low, tile, rooms, streams, of_keys, full, numbers, CONSUMER, True, F)
+        place = _first_place(tile, 0, per_head, together, F) + low
+        state = _step(state, base, low, place, rooms, streams, of_keys, full, numbers, CONSUMER, True, F)
         i = low
-        for n in range(1, total):
+        for n in range(base + 1, base + used):
             last = i + 1 == high
             i = gl.where(last, low, i + 1)
-            state = _step(state, n, i, tile, rooms, streams, of_keys, full, numbers, CONSUMER, False, F)
-            tile += gl.where(last, per_head - (high - 1 - low), 1)
+            state = _step(state, n, i, place, rooms, streams, of_keys, full, numbers, CONSUMER, False, F)
+            place += gl.where(last, per_head - (high - 1 - low), 1)
         grad_k, grad_v, scores = state
-        mbarrier.wait(ds_full.index((total - 1) % 3), (total - 1) // 3 & 1)
-        part = _start_part(grad_scores.index((total - 1) % 3), k, CONSUMER, F)
-        _send_part(warpgroup_mma_wait(0, deps=[part]), total - 1, tile, out, (out_full, out_empty), CONSUMER, F)
-    named_barrier_wait(_MEETING, 256)  # both are done with all keys: gradients take their place
-    write_rows(grad_k * scale, results[0], k, keys, row, head, CONSUMER, F.D_HEAD, F.D, F)
-    write_rows(grad_v, results[1], v, keys, row, head, CONSUMER, F.V_HEAD, F.V, F)
-    tma_store_wait(0)
+        n = base + used - 1
+        mbarrier.wait(ds_full.index(n % 3), n // 3 & 1)
+        part = _start_part(grad_scores.index(n % 3), k, CONSUMER, F)
+        _send_part(warpgroup_mma_wait(0, deps=[part]), n, place, out, (out_full, out_empty), CONSUMER, F)
+        named_barrier_wait(_MEETING, 256)  # both are done with all keys: gradients take their place
+        keys = (key_start, key_count)
+        write_rows(grad_k * scale, results[0], k, keys, first_row, result, CONSUMER, F.D_HEAD, F.D, F)
+        write_rows(grad_v, results[1], v, keys, first_row, result, CONSUMER, F.V_HEAD, F.V, F)
+        tma_store_wait(0)
+        mbarrier.arrive(k_empty)
+    else:
+        stop = gl.where(document >= 0, key_start + key_count, gl.where(document == TAIL, tokens, 0))
+        if CONSUMER == 0:
+            clear_keys(results[0][1], begin, stop, result, F.D_HEAD, F.D, F)
+        else:
+            clear_keys(results[1][1], begin, stop, result, F.V_HEAD, F.V, F)
+    return used
+
+
+@gluon_jit
+def _consume(CONSUMER: gl.constexpr, taken, news, F: gl.constexpr):
+    """Find gradients, tile after tile."""
+    n, base, met = 0, 0, 0
+    tile = hear(0, news, 4)
+    while tile[0] != END:
+        used = _gradients(CONSUMER, taken, tile, base, met, F)
+        base += used
+        met += (used > 0).to(gl.int32)
+        n += 1
+        tile = hear(n, news, 4)
 
 
 # ---- the kernel ----
 
 
-@gluon_jit
-def _gather(descs, results, queries, keys, padded, row, shift, heads, numbers, F: gl.constexpr):
-    """Set up shared memory, and let the warps go their ways."""
-    dtype: gl.constexpr = descs[0].dtype
-    head, kv_head, result, together = heads
-    turns, document_place, rows, sums = padded
+@gluon_jit(do_not_specialize=(*PER_BATCH, "per_head", "counter", "rows", "section", "total"))
+def hopper_backward(
+    q, k, v, grad, lse, delta, sums_desc, sums, grad_k_desc, grad_v_desc, grad_k, grad_v, turns, counter,
+    table, q_start, q_used, q_offset, k_start, k_used, k_offset, scale, scale2, softcap, window,
+    k_tokens, groups, together, per_head, rows, section, total, F: gl.constexpr,
+):  # fmt: skip
+    """Tiles of the backward table, each for `together` query heads of one kv head; tiles of the tail are cleared.
+
+    `total` tiles: results of a section, `rows` of the table, sections; programs take one after the other, and `counter`
+    begins with 0. Descriptors: q, k, v, grad, grad_k_desc and grad_v_desc ragged; lse and delta [N, padded places]; sums
+    [N places D / 32, 32], parts of dQ / scale `_in_lines`. A head has `per_head` tiles of padded places.
+    """
+    dtype: gl.constexpr = q.dtype
     LINES: gl.constexpr = _lines(F)
-    q = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.D], shared(F.BM, F.D, dtype))
-    grad = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.V], shared(F.BM, F.V, dtype))
-    k = gl.allocate_shared_memory(dtype, [F.KEYS, F.D], shared(F.KEYS, F.D, dtype))
-    v = gl.allocate_shared_memory(dtype, [F.KEYS, F.V], shared(F.KEYS, F.V, dtype))
+    queries = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.D], shared(F.BM, F.D, dtype))
+    grads = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.V], shared(F.BM, F.V, dtype))
+    keys = gl.allocate_shared_memory(dtype, [F.KEYS, F.D], shared(F.KEYS, F.D, dtype))
+    values = gl.allocate_shared_memory(dtype, [F.KEYS, F.V], shared(F.KEYS, F.V, dtype))
     grad_scores = gl.allocate_shared_memory(dtype, [3, F.KEYS, F.BM], shared(F.KEYS, F.BM, dtype))
-    out = gl.allocate_shared_memory(gl.float32, [2, LINES, _LINE], shared(LINES, _LINE, gl.float32))
-    lse = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
-    delta = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
-    k_full = new_barriers(1, 1).index(0)
+    lses = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
+    deltas = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
+    k_full, k_empty = new_barriers(1, 1).index(0), new_barriers(1, 2).index(0)
     q_full, q_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
     grad_full, grad_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
     ds_full, out_full, out_empty = new_barriers(3, 2), new_barriers(2, 2), new_barriers(2, 1)
-    scale, scale2, softcap, window = numbers
-    tiles = query_tiles(row, queries[1], keys[1], shift, window, F)
-    low, _, _, high = tiles
-    taken = (
-        results, (q, k, v, grad, lse, delta, grad_scores, (out, sums)),
-        (k_full, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty),
-        keys, ((head * rows + document_place) // F.BM, rows // F.BM), row, shift, (result, together), tiles, numbers,
-    )  # fmt: skip
+    news = new_news(4 if F.ORDERED else 2)
+    order, documents = (table, rows, section), (q_start, q_used, q_offset, k_start, k_used, k_offset)
     fed = (
-        descs[:6], (q, k, v, grad, lse, delta), (k_full, q_full, q_empty, grad_full, grad_empty),
-        queries, keys, document_place, row, (head, kv_head, together), (low, high),
+        (q, k, v, grad, lse, delta), (queries, keys, values, grads, lses, deltas),
+        (k_full, k_empty, q_full, q_empty, grad_full, grad_empty), groups, together, window,
     )  # fmt: skip
-    sent = (
-        descs[6], out, (out_full, out_empty), turns, (document_place, rows), row // F.KEYS, shift, window,
-        (head, together), (low, high),
-    )  # fmt: skip
-    if not F.ORDERED:
+    rooms = (queries, keys, values, grads, lses, deltas, grad_scores)
+    streams = (k_full, k_empty, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty)
+    results, settings = ((grad_k_desc, grad_k), (grad_v_desc, grad_v)), (scale, scale2, softcap, window)
+    if F.ORDERED:
+        out = gl.allocate_shared_memory(gl.float32, [2, LINES, _LINE], shared(LINES, _LINE, gl.float32))
+        taken = (
+            results, (queries, keys, values, grads, lses, deltas, grad_scores, (out, sums)), streams, per_head, together,
+            k_tokens, settings,
+        )  # fmt: skip
+        sent = (sums_desc, out, (out_full, out_empty), turns, per_head, together, window)
         gl.warp_specialize(
-            [(_consume, (0, taken, F)), (_consume, (1, taken, F)), (feed_keys, (fed, True, F))],
+            [
+                (_consume, (0, taken, news, F)),
+                (_consume, (1, taken, news, F)),
+                (_produce, (fed, news, order, documents, counter, total, F)),
+                (_send, (0, sent, news, F)),
+                (_send, (1, sent, news, F)),
+            ],
+            [4, 1, 1, 1],
+            [F.REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS],
+        )
+    else:
+        taken = (
+            results, (queries, keys, values, grads, lses, deltas, grad_scores, (grad_scores, sums)), streams, per_head,
+            together, k_tokens, settings,
+        )  # fmt: skip
+        gl.warp_specialize(
+            [
+                (_consume, (0, taken, news, F)),
+                (_consume, (1, taken, news, F)),
+                (_produce, (fed, news, order, documents, counter, total, F)),
+            ],
             [4, 1],
             [F.REGISTERS, F.FEW_REGISTERS],
         )
-    else:
-      gl.warp_specialize(
-        [
-            (_consume, (0, taken, F)),
-            (_consume, (1, taken, F)),
-            (feed_keys, (fed, True, F)),
-            (_send, (0, sent, F)),
-            (_send, (1, sent, F)),
-        ],
-        [4, 1, 1, 1],
-        [F.REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS],
-    )
-
-
-@gluon_jit(do_not_specialize=(*PER_BATCH, "rows"))
-def hopper_backward(
-    q, k, v, grad, lse, delta, accumulator, sums, grad_k_desc, grad_v_desc, grad_k, grad_v, turns,
-    table, q_start, q_used, q_offset, k_start, k_used, k_offset, scale, scale2, softcap, window,
-    k_tokens, groups, together, rows, F: gl.constexpr,
-):  # fmt: skip
-    """A tile of the backward table, for `together` query heads of one kv head; tiles of the tail are cleared.
-
-    Programs are (result head of a section, row of the table, section). Descriptors: q, k, v, grad, grad_k_desc and
-    grad_v_desc ragged; lse and delta [N, rows]; accumulator [N rows D / 32, 32], parts of dQ / scale `_in_lines`.
-    """
-    result = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
-    head = result * together
-    document = gl.load(table + 2 * gl.program_id(1))
-    begin = gl.load(table + 2 * gl.program_id(1) + 1)
-    if document >= 0:
-        start, query_count, key_start, key_count, shift = places(
-            document, q_start, q_used, q_offset, k_start, k_used, k_offset
-        )
-        padded = (start // F.BM + document) * F.BM
-        _gather(
-            (q, k, v, grad, lse, delta, accumulator), ((grad_k_desc, grad_k), (grad_v_desc, grad_v)),
-            (start, query_count), (key_start, key_count), (turns, padded, rows, sums), begin - key_start, shift,
-            (head, head // groups, result, together), (scale, scale2, softcap, window), F,
-        )  # fmt: skip
-    elif document == TAIL:
-        clear_keys(grad_k, begin, k_tokens, result, F.D_HEAD, F.D, F)
-        clear_keys(grad_v, begin, k_tokens, result, F.V_HEAD, F.V, F)
