@@ -99,6 +99,20 @@ def load_numbers(desc, head, place, barrier, room, F: gl.constexpr):
     tma_load(desc, [head, place], barrier, room.reshape([1, F.BM]))
 
 
+@constexpr_function
+def _fours(COUNT):
+    """Layout of a row of numbers for each column of an accumulator, in memory `in_fours`."""
+    more = [[16 << bit] for bit in range((COUNT // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout([[1], [2], *more], [[4], [8], [0], [0], [0]], [[0], [0]], [], [COUNT])
+
+
+@gluon_jit
+def load_columns(room, COUNT: gl.constexpr):
+    """A number for each column of an accumulator: what lies `in_fours` in shared memory, in order."""
+    numbers = room.load(_fours(COUNT)).reshape([COUNT // 16, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([COUNT])
+    return gl.convert_layout(numbers, gl.SliceLayout(0, accumulator(COUNT)))
+
+
 @gluon_jit
 def feed_keys(fed, AHEAD: gl.constexpr, F: gl.constexpr):
     """The producer where keys stay: copies in keys and values, then tiles of queries and gradients, head after head.
