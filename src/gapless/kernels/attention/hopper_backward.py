@@ -1,19 +1,20 @@
 """Attention's backward for Hopper in Gluon (Shah et al. 2024, "FlashAttention-3", section 3 and appendix B.1).
 
-A program keeps a tile of 128 keys and values, and the queries that see them stream by, with the output's gradient. Two
-groups of four warps, the consumers, have 64 keys each and hold the gradients of their keys and values. For a tile of
-queries a consumer finds transposed scores and weights P^T and the gradients dS^T of the scores, so that both are left
-factors from registers, and puts dS^T into shared memory, where both consumers take it for half of dQ = dS K each: five
-products in all. The scores of the next queries are started before dQ is taken out of the accumulators, so that the
-matrix units have work then. One warp, the producer, copies in; two others, the senders, have the copy engine add dQ to
-an accumulator in global memory.
+A tile is of 128 keys and values, and the queries that see them stream by, with the output's gradient. Two groups of
+four warps, the consumers, have 64 keys each and hold the gradients of their keys and values. For a tile of queries a
+consumer finds transposed scores and weights P^T and the gradients dS^T of the scores, so that both are left factors
+from registers, and puts dS^T into shared memory, where both consumers take it for half of dQ = dS K each, when they are
+at the next tile of queries: five products in all, and the consumers may be most of a tile apart, so that one multiplies
+while the other finds weights. The scores of the next queries are started before dQ is taken out of the accumulators.
+One warp, the producer, copies in. Programs are persistent: see `hopper_order`.
 
-Tiles of keys add to the same queries, in any order, or, for the same bits every time, in turn: a counter for each tile
-of queries and head says how many have added. Turns go by the index of the tile of keys, the order in which programs of
-a document start, so nobody waits for one that is not there. (That programs start in the order of the grid is seen on
-all GPUs, and relied on by others, but not in CUDA's specification.)
+Tiles of keys add to the same queries, to sums in global memory. In any order they do so from registers. For the same bits
+every time two further warps, the senders, have the copy engine add in turn: a counter for each tile of queries and head
+says how many have added. Turns go by the index of the tile of keys, the order in which programs take those of a
+document, so nobody waits for one that is not there. (That programs start in the order of the grid is seen on all GPUs,
+and relied on by others, but not in CUDA's specification.)
 
-The accumulator has queries in tiles of their own (`_padded`), whatever the place of their document in the stream.
+The sums have queries in tiles of their own (`hopper_sums`), whatever the place of their document in the stream.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def _in_lines(part):
 
     Row by row, 4 threads write 32 bytes of each of 8 rows at once, whose places in shared memory collide two and two,
     and TMA adds up pieces of 256 bytes: in this order writes do not collide, and the sums are dense. Nothing moves:
-    only the places have other names. `_place_in_parts` finds a number again.
+    only the places have other names. `hopper_sums` finds a number again.
     """
     HALVES: gl.constexpr = part.shape[1] // 16
     threads = part.reshape([4, 2, 8, HALVES, 2, 4, 2]).permute((0, 1, 3, 2, 5, 4, 6))
@@ -232,7 +233,7 @@ def _in_lines(part):
 
 
 @constexpr_function
-def _in_fours(HALF):
+def _fours_of_part(HALF):
     """Layout of `_in_lines` in one row, with a thread's numbers in order."""
     columns = [[1], [2], *([128 << bit] for bit in range((HALF // 16).bit_length() - 1)), [8 * HALF]]
     warps = [[16 * HALF], [32 * HALF]]
@@ -240,31 +241,25 @@ def _in_fours(HALF):
 
 
 @gluon_jit
-def _add_part(part, sums, tile, CONSUMER: gl.constexpr, F: gl.constexpr):
+def _add_part(part, sums, place, CONSUMER: gl.constexpr, F: gl.constexpr):
     """Add a part of dQ to the sums from registers, four numbers at a time."""
     SIZE: gl.constexpr = _ROWS * _half(F)
-    layout: gl.constexpr = _in_fours(_half(F))
+    layout: gl.constexpr = _fours_of_part(_half(F))
     fours = gl.convert_layout(_in_lines(part).reshape([SIZE]), layout)
-    place = sums + (tile.to(gl.int64) * 2 + CONSUMER) * SIZE + gl.arange(0, SIZE, layout=layout)
+    address = sums + (place.to(gl.int64) * 2 + CONSUMER) * SIZE + gl.arange(0, SIZE, layout=layout)
     gl.inline_asm_elementwise(
-        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [place.to(gl.int64), fours], dtype=gl.int32, is_pure=False, pack=4,
+        """
+        red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};
+        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+        """,
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [address.to(gl.int64), fours], dtype=gl.int32, is_pure=False, pack=4,
     )  # fmt: skip
 
 
 @gluon_jit
-def _send_part(part, n, tile, room, barriers, CONSUMER: gl.constexpr, F: gl.constexpr):
-    """Add the n-th part of dQ to the sums, or hand it to the senders, who do it in turn."""
-    room, sums = room
+def _hand_over(part, n, room, barriers, CONSUMER: gl.constexpr):
+    """Give the n-th part of dQ to the senders."""
     out_full, out_empty = barriers
-    if not F.ORDERED:
-        _add_part(part, sums, tile, CONSUMER, F)
-    else:
-        _hand(part, n, room, out_full, out_empty, CONSUMER)
-
-
-@gluon_jit
-def _hand(part, n, room, out_full, out_empty, CONSUMER: gl.constexpr):
     # The senders take turns at one room: it is empty when the other has sent the part before.
     mbarrier.wait(out_empty.index((n + 1) % 2), ((n + 1) // 2 & 1) ^ 1)
     room.index(CONSUMER).store(_in_lines(part))
@@ -273,10 +268,24 @@ def _hand(part, n, room, out_full, out_empty, CONSUMER: gl.constexpr):
 
 
 @gluon_jit
-def _step(state, n, i, tile, rooms, barriers, keys, full, settings, CONSUMER: gl.constexpr, FIRST: gl.constexpr, F: gl.constexpr):
+def _give(part, n, place, out, barriers, CONSUMER: gl.constexpr, F: gl.constexpr):
+    """Have the n-th part of dQ, of the tile of queries at `place`, added to the sums."""
+    room, sums = out
+    if F.ORDERED:
+        _hand_over(part, n, room, barriers, CONSUMER)
+    else:
+        _add_part(part, sums, place, CONSUMER, F)
+
+
+@gluon_jit
+def _step(
+    state, n, i, before, rooms, barriers, keys, full, settings,
+    CONSUMER: gl.constexpr, FIRST: gl.constexpr, F: gl.constexpr,
+):  # fmt: skip
     """Gradients from the i-th tile of queries, the n-th in all, whose scores are there; then the scores of the next.
 
-    A consumer's part of dQ, from all keys, is that of the tile before: the other's half of dS has long been there.
+    A consumer's part of dQ, from all keys, is that of the tile at the place `before`: the other's half of dS has long
+    been there.
     """
     grad_k, grad_v, scores = state
     q, k, v, grad, lse, delta, grad_scores_room, out = rooms
@@ -319,7 +328,7 @@ def _step(state, n, i, tile, rooms, barriers, keys, full, settings, CONSUMER: gl
     scores = _start_scores(k, q.index(after), CONSUMER, F)
     if not FIRST:
         part = warpgroup_mma_wait(1, deps=[part])  # pyrefly: ignore
-        _send_part(part, n - 1, tile, out, (out_full, out_empty), CONSUMER, F)
+        _give(part, n - 1, before, out, (out_full, out_empty), CONSUMER, F)
     # Not carried into the next step unfinished: ptxas then serialises all products (note C7514).
     return grad_k, grad_v, warpgroup_mma_wait(0, deps=[scores])
 
@@ -369,7 +378,7 @@ def _gradients(CONSUMER: gl.constexpr, taken, tile, base, met, F: gl.constexpr):
         n = base + used - 1
         mbarrier.wait(ds_full.index(n % 3), n // 3 & 1)
         part = _start_part(grad_scores.index(n % 3), k, CONSUMER, F)
-        _send_part(warpgroup_mma_wait(0, deps=[part]), n, place, out, (out_full, out_empty), CONSUMER, F)
+        _give(warpgroup_mma_wait(0, deps=[part]), n, place, out, (out_full, out_empty), CONSUMER, F)
         named_barrier_wait(_MEETING, 256)  # both are done with all keys: gradients take their place
         keys = (key_start, key_count)
         write_rows(grad_k * scale, results[0], k, keys, first_row, result, CONSUMER, F.D_HEAD, F.D, F)
