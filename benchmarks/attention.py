@@ -68,6 +68,7 @@ def main() -> int:
     peers = installed(chosen_peers(options.peers), options.fa3)
     rates = measure_rates()
     part = " --quick" if options.quick else f" --cases '{options.cases}'" if options.cases else ""
+    part += f" --peers {options.peers}" * (options.peers != ",".join(PEERS)) + " --fa3 LIBRARY" * bool(options.fa3)
     command = f"python benchmarks/attention.py{part}"
     rows, failed = run_cases("attention", {name: partial(CASES[name], rates, peers) for name in names}, command)
     rows += (total := overall())

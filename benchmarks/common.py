@@ -93,8 +93,8 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit() -> str:
-    """The commit that is checked out; "unknown" in a copy without its history."""
-    run = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    """The commit that is checked out, "-dirty" where files differ from it; "unknown" in a copy without its history."""
+    run = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     found = subprocess.run(run, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 

@@ -36,7 +36,7 @@ STACK: dict[str, tuple[int, str]] = {
     "flash.256 attention.flash_forward.flash_forward": (128, "the same, of 256 features"),
     "flash.fallback attention.flash_forward.flash_forward": (128, "the same, of 256 features"),
     "attention.hopper_forward.hopper_forward": (48, "persistent programs keep their place, mostly with Triton 3.9"),
-    "flash.features attention.hopper_forward.hopper_forward": (96, "the softcap's slope, too"),
+    "flash.features attention.hopper_forward.hopper_forward": (96, "the softcap, too"),
     "flash.64 attention.hopper_forward.hopper_forward": (184, THREE),
     "flash.hopper-8 attention.hopper_forward.hopper_forward": (120, THREE),
     "flash.hopper-fp16 attention.hopper_forward.hopper_forward": (184, THREE),

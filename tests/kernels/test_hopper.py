@@ -187,16 +187,6 @@ def test_versions_that_were_tried(version, fits):
     assert gluon.known(version) == fits
 
 
-@needs_gluon
-def test_a_table_too_long_for_a_grid():
-    with forced("triton", 90):
-        tiles = attention_tiles(64, 64, [None], BF16, "cpu", groups=16)
-        alone = flash._tiles(64, 64, BF16, torch.device("cpu"))
-    for documents, pays in ((5000, True), (80000, False)):
-        stream = segments([7] * documents, tiles=tiles)
-        assert flash._pays(alone.packed(16), alone, None, stream) == pays
-
-
 @pytest.mark.parametrize("missing", ["triton", "triton.experimental.gluon"])
 def test_nothing_is_needed_to_import_them(missing):
     script = f"""
@@ -222,7 +212,7 @@ def test_all_fit_shared_memory():
     for d, v in itertools.product(DIMS, DIMS):
         tile, (d0, d1), (v0, v1) = hopper.forward_tile(d, v), hopper.chunks(d), hopper.chunks(v)
         rows = tile.stages * tile.keys
-        alike = v0 == d0 and v1 in (d1, 0)
+        alike = not tile.persistent and v0 == d0 and v1 in (d1, 0)
         elements = tile.queries * (d0 + d1 + (0 if alike else v0 + v1)) + rows * (d0 + d1 + v0 + v1)
         assert 2 * elements + 1024 <= SHARED_MEMORY[90], (d, v)
 

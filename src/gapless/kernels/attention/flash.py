@@ -37,8 +37,6 @@ from gapless.kernels.runtime import (
 LOG2_E = 1.4426950408889634
 LARGEST_HEAD = 256
 _DELTA_TOKENS = 64
-_GRID_ROWS = 65535
-"""Rows of a table that a grid can have programs for (CUDA C++ Programming Guide, y-dimension of a grid)."""
 
 
 class Tile(NamedTuple):
@@ -288,10 +286,7 @@ def _pays(packed: Tiles, alone: Tiles, window: int | None, segments: Segments) -
     its, other = (_specs(tiles, window)[0] for tiles in (packed, alone))
     if its not in segments.tiles or other not in segments.tiles:  # they may have been declared for other groups
         return False
-    table = segments.tile_tables(its)
-    if len(table.forward) > _GRID_ROWS:
-        return False
-    shared, own = table.forward_used, segments.tile_tables(other).forward_used
+    shared, own = (segments.tile_tables(spec).forward_used for spec in (its, other))
     return 11 * shared * its.query_tile <= 10 * own * other.query_tile
 
 
