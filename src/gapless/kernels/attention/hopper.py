@@ -10,7 +10,7 @@ import torch
 from gapless.kernels import gluon
 from gapless.kernels.attention import hopper_backward as back
 from gapless.kernels.attention import hopper_shared
-from gapless.kernels.attention import hopper_sums as sums_
+from gapless.kernels.attention import hopper_sums
 from gapless.kernels.attention import hopper_wide as wide_back
 from gapless.kernels.attention.hopper_forward import Form, hopper_forward
 from gapless.kernels.gluon import plain_descriptor, ragged_descriptor
@@ -197,13 +197,13 @@ def launch_delta(
     grad_lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Find LSE and delta in padded places, float32 [N, rows], and the sinks' gradient [N]."""
+    """Find LSE and -delta in padded places, float32 [N, rows], see `hopper_delta`, and the sinks' gradient [N]."""
     tokens, heads, width = out.shape
     rows = b.padded_rows(tokens)
     lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, rows)
     partial = lse.new_empty(b.q_rows, heads) if sinks is not None else None
     launch(
-        sums_.hopper_delta,
+        hopper_sums.hopper_delta,
         (b.q_rows, heads),
         out.device,
         *(out, grad, lse, lse if grad_lse is None else grad_lse.t().contiguous(), lse if sinks is None else sinks),
@@ -313,7 +313,7 @@ def launch_queries(b: Backward, sums: torch.Tensor, grad_q: torch.Tensor) -> Non
     """Write the queries' gradient, dense [Tq, N, D], from its parts."""
     tokens, heads, dim = grad_q.shape
     launch(
-        sums_.hopper_queries,
+        hopper_sums.hopper_queries,
         (b.q_rows, heads),
         sums.device,
         *(sums, grad_q, b.q_table, *b.documents[:2], tokens, sums.shape[1], b.numbers[0]),
