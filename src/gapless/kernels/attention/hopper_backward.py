@@ -95,7 +95,8 @@ def _first_place(tile, other, per_head, together, F: gl.constexpr):
 def _feed(fed, tile, base, met, F: gl.constexpr):
     """Copy in the keys and values of a tile, and tiles of queries and gradients, head after head; how many.
 
-    `base` and `met` count tiles of queries, and tiles that met any, that were before.
+    `base` and `met` count tiles of queries, and tiles that met any, that were before. Consumers start scores a tile
+    ahead: a tile ends with queries that nobody reads, so queries are a slot further for each that was before.
     """
     descs, rooms, barriers, groups, together, window = fed
     q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc = descs
@@ -111,11 +112,10 @@ def _feed(fed, tile, base, met, F: gl.constexpr):
         padded = (start // F.BM + document) * F.BM
         for other in range(together):
             for i in range(low, high):
-                n = base + used
+                n = base + used + met
                 slot = n % F.STAGES
                 # The first round finds all slots empty: the phase before the first counts as over.
-                phase = (n // F.STAGES & 1) ^ 1
-                mbarrier.wait(q_empty.index(slot), phase)
+                mbarrier.wait(q_empty.index(slot), (n // F.STAGES & 1) ^ 1)
                 mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
                 load_tile(q_desc, queries, i * F.BM, head + other, q_full.index(slot), q.index(slot))
                 load_numbers(lse_desc, head + other, padded + i * F.BM, q_full.index(slot), lse.index(slot), F)
@@ -124,11 +124,19 @@ def _feed(fed, tile, base, met, F: gl.constexpr):
                     mbarrier.expect(k_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
                     load_tile(k_desc, keys, row, head // groups, k_full, k)
                     load_tile(v_desc, keys, row, head // groups, k_full, v)
-                mbarrier.wait(grad_empty.index(slot), phase)
+                n = base + used
+                slot = n % F.STAGES
+                mbarrier.wait(grad_empty.index(slot), (n // F.STAGES & 1) ^ 1)
                 mbarrier.expect(grad_full.index(slot), grad_desc.block_type.nbytes + delta_desc.block_type.nbytes)
                 load_tile(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
                 load_numbers(delta_desc, head + other, padded + i * F.BM, grad_full.index(slot), delta.index(slot), F)
                 used += 1
+        if used > 0:
+            n = base + used + met
+            slot = n % F.STAGES
+            mbarrier.wait(q_empty.index(slot), (n // F.STAGES & 1) ^ 1)
+            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+            load_tile(q_desc, (start, 0), 0, head, q_full.index(slot), q.index(slot))
     return used
 
 
@@ -147,12 +155,6 @@ def _produce(fed, news, order, documents, counter, total, F: gl.constexpr):
         n += 1
         tile = look_up(number % total, order, documents)
     tell_end(n, news)
-    if base > 0:  # Consumers start scores a tile ahead, and want queries for the last ones, which nobody reads.
-        descs, rooms, barriers, _, _, _ = fed
-        slot = base % F.STAGES
-        mbarrier.wait(barriers[3].index(slot), (base // F.STAGES & 1) ^ 1)
-        mbarrier.expect(barriers[2].index(slot), descs[0].block_type.nbytes)
-        load_tile(descs[0], (0, 0), 0, 0, barriers[2].index(slot), rooms[0].index(slot))
 
 
 # ---- the senders ----
@@ -279,27 +281,26 @@ def _give(part, n, place, out, barriers, CONSUMER: gl.constexpr, F: gl.constexpr
 
 @gluon_jit
 def _step(
-    state, n, i, before, rooms, barriers, keys, full, settings,
+    state, n, i, ahead, before, rooms, barriers, keys, full, settings,
     CONSUMER: gl.constexpr, FIRST: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Gradients from the i-th tile of queries, the n-th in all, whose scores are there; then the scores of the next.
 
     A consumer's part of dQ, from all keys, is that of the tile at the place `before`: the other's half of dS has long
-    been there.
+    been there. Queries are in slots `ahead` further than n: see `_feed`.
     """
     grad_k, grad_v, scores = state
     q, k, v, grad, lse, delta, grad_scores_room, out = rooms
     q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty = barriers
     dtype: gl.constexpr = q.dtype
-    slot = n % F.STAGES
-    after = (n + 1) % F.STAGES
+    slot, q_slot, after = n % F.STAGES, (n + ahead) % F.STAGES, (n + ahead + 1) % F.STAGES
     mbarrier.wait(grad_full.index(slot), n // F.STAGES & 1)
     # dP^T - delta: the accumulator begins with -delta, which saves 1 operation in 5 and the registers of delta.
     minus_delta = load_columns(delta.index(slot), F.BM)
     base, _ = gl.broadcast(minus_delta[None, :], gl.full([_ROWS, F.BM], 0.0, gl.float32, accumulator(F.BM)))
     products = warpgroup_mma(own_rows(v, CONSUMER), grad.index(slot).permute((1, 0)), base, is_async=True)
     masked = (i < full[0]) | (i >= full[1])
-    weights, slope = weights_again(scores, load_columns(lse.index(slot), F.BM), i, keys, masked, settings, F)
+    weights, slope = weights_again(scores, load_columns(lse.index(q_slot), F.BM), i, keys, masked, settings, F)
     p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, accumulator(F.V), 2))
     products = warpgroup_mma_wait(0, deps=[products])
     grad_v = warpgroup_mma(p, grad.index(slot), grad_v, is_async=True)
@@ -313,7 +314,7 @@ def _step(
     fence_async_shared()
     mbarrier.arrive(ds_full.index(n % 3))
     ds = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, accumulator(F.D), 2))
-    grad_k = warpgroup_mma(ds, q.index(slot), grad_k, is_async=True)
+    grad_k = warpgroup_mma(ds, q.index(q_slot), grad_k, is_async=True)
     if not FIRST:
         part = _start_part(grad_scores_room.index((n - 1) % 3), k, CONSUMER, F)
         grad_v, _ = warpgroup_mma_wait(2, deps=[grad_v, p])
@@ -323,8 +324,8 @@ def _step(
         grad_v, _ = warpgroup_mma_wait(1, deps=[grad_v, p])
         mbarrier.arrive(grad_empty.index(slot))
         grad_k, _ = warpgroup_mma_wait(0, deps=[grad_k, ds])
-    mbarrier.arrive(q_empty.index(slot))
-    mbarrier.wait(q_full.index(after), (n + 1) // F.STAGES & 1)
+    mbarrier.arrive(q_empty.index(q_slot))
+    mbarrier.wait(q_full.index(after), (n + ahead + 1) // F.STAGES & 1)
     scores = _start_scores(k, q.index(after), CONSUMER, F)
     if not FIRST:
         part = warpgroup_mma_wait(1, deps=[part])  # pyrefly: ignore
@@ -361,20 +362,22 @@ def _gradients(CONSUMER: gl.constexpr, taken, tile, base, met, F: gl.constexpr):
         grad_k = gl.full([_ROWS, F.D], 0.0, gl.float32, accumulator(F.D))
         grad_v = gl.full([_ROWS, F.V], 0.0, gl.float32, accumulator(F.V))
         mbarrier.wait(k_full, met & 1)
-        mbarrier.wait(q_full.index(base % F.STAGES), base // F.STAGES & 1)
-        scores = warpgroup_mma_wait(0, deps=[_start_scores(k, q.index(base % F.STAGES), CONSUMER, F)])
+        slot = (base + met) % F.STAGES
+        mbarrier.wait(q_full.index(slot), (base + met) // F.STAGES & 1)
+        scores = warpgroup_mma_wait(0, deps=[_start_scores(k, q.index(slot), CONSUMER, F)])
         streams, of_keys = (q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty), (key, key_count, shift)
         full, numbers = (full_low, full_high), (scale2, softcap, window)
         state = (grad_k, grad_v, scores)
         place = _first_place(tile, 0, per_head, together, F) + low
-        state = _step(state, base, low, place, rooms, streams, of_keys, full, numbers, CONSUMER, True, F)
+        state = _step(state, base, low, met, place, rooms, streams, of_keys, full, numbers, CONSUMER, True, F)
         i = low
         for n in range(base + 1, base + used):
             last = i + 1 == high
             i = gl.where(last, low, i + 1)
-            state = _step(state, n, i, place, rooms, streams, of_keys, full, numbers, CONSUMER, False, F)
+            state = _step(state, n, i, met, place, rooms, streams, of_keys, full, numbers, CONSUMER, False, F)
             place += gl.where(last, per_head - (high - 1 - low), 1)
         grad_k, grad_v, scores = state
+        mbarrier.arrive(q_empty.index((base + used + met) % F.STAGES))
         n = base + used - 1
         mbarrier.wait(ds_full.index(n % 3), n // 3 & 1)
         part = _start_part(grad_scores.index(n % 3), k, CONSUMER, F)
