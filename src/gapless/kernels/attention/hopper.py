@@ -175,6 +175,24 @@ class Backward(NamedTuple):
             ORDERED=ordered, FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
         )  # fmt: skip
 
+    def wide_form(self, q: torch.Tensor, v: torch.Tensor, *, float32: bool) -> wide_back.Form:
+        """Likewise, for the kernels of heads above 128."""
+        d, width = chunks(q.shape[2]), chunks(v.shape[2])
+        tile, (registers, few) = self.tile, _REGISTERS[2]
+        return wide_back.Form(
+            tile.queries, tile.keys, *d, *width, q.shape[2], v.shape[2], tile.stages, **self.masks, FLOAT32=float32,
+            REGISTERS=registers, FEW_REGISTERS=few,
+        )  # fmt: skip
+
+    def wide_descriptors(self, tensors: Sequence[torch.Tensor], form: wide_back.Form) -> list[object]:
+        """Of both chunks of q, k, v and the output's gradient."""
+        q, k, v, grad = tensors
+        d, width, tile = (form.D0, form.D1), (form.V0, form.V1), self.tile
+        return [
+            *(*_descriptors(q, tile.queries, d), *_descriptors(k, tile.keys, d)),
+            *(*_descriptors(v, tile.keys, width), *_descriptors(grad, tile.queries, width)),
+        ]
+
     def descriptors(self, tensors: Sequence[torch.Tensor], form: hopper_shared.Form) -> list[object]:
         """Of q, k, v, the output's gradient, and of LSE and delta in padded places."""
         q, k, v, grad, *rows = tensors
@@ -275,13 +293,19 @@ def launch_wide_keys(
     together: int,
 ) -> None:
     """Write the gradients of keys and values of heads above 128; arguments as for `launch_backward`."""
-    q, k, v, *_ = tensors
-    form = b.form(q, v, float32=results[0].dtype == torch.float32)
+    q, k, v, _, lse, delta = tensors
+    grad_k, grad_v = results
+    form = b.wide_form(q, v, float32=grad_k.dtype == torch.float32)
+    columns = ((form.D0, form.D1), (form.V0, form.V1))
+    by_tma = [] if form.FLOAT32 else [*_descriptors(grad_k, ROWS, columns[0]), *_descriptors(grad_v, ROWS, columns[1])]
     launch(
         wide_back.hopper_wide_keys,
         grid,
         q.device,
-        *(*b.descriptors(tensors, form), *_results(results, form), b.k_table, *b.documents, *b.numbers),
+        *b.wide_descriptors(tensors[:4], form),
+        *(plain_descriptor(x, (1, b.tile.queries)) for x in (lse, delta)),
+        *(by_tma or [None] * 4),
+        *(*results, b.k_table, *b.documents, *b.numbers),
         *(k.shape[0], q.shape[1] // k.shape[1], together),
         F=form,
         num_warps=4,
@@ -294,12 +318,12 @@ def launch_wide_queries(
     """Write the gradient of queries, dense [Tq, N, D], of heads above 128; `grid` of tiles of 128 queries."""
     q, k, v, _, lse, delta = tensors
     assert b.tile_queries == 2 * ROWS, f"tables of {b.tile_queries} queries for programs of {2 * ROWS}"
-    form = b.form(q, v, float32=False)
+    form = b.wide_form(q, v, float32=False)
     launch(
         wide_back.hopper_wide_queries,
         grid,
         q.device,
-        *(*b.descriptors(tensors[:4], form), ragged_descriptor(grad_q, ROWS, form.D), lse, delta),
+        *(*b.wide_descriptors(tensors[:4], form), *_descriptors(grad_q, ROWS, (form.D0, form.D1)), lse, delta),
         *(b.q_table, *b.documents, *b.numbers, q.shape[0], q.shape[1] // k.shape[1], lse.shape[1]),
         F=form,
         num_warps=4,
