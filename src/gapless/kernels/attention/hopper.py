@@ -13,7 +13,7 @@ from gapless.kernels.attention import hopper_shared
 from gapless.kernels.attention import hopper_wide as wide_back
 from gapless.kernels.attention.hopper_forward import Form, hopper_forward
 from gapless.kernels.gluon import plain_descriptor, ragged_descriptor
-from gapless.kernels.runtime import family, launch, multiprocessors, next_power_of_2
+from gapless.kernels.runtime import SHARED_MEMORY, family, launch, multiprocessors, next_power_of_2
 
 ROWS = 64
 """Queries of a group of four warps: what Hopper's matrix units multiply at a time."""
@@ -50,6 +50,8 @@ class BackTile(NamedTuple):
     queries: int
     keys: int
     stages: int = 2
+    value_stages: int = 1
+    """`hopper_wide.Form.VALUE_STAGES`."""
 
     @property
     def wide(self) -> bool:
@@ -89,7 +91,18 @@ def forward_tile(head_dim: int, v_head_dim: int) -> Tile:
 def back_tile(head_dim: int, v_head_dim: int) -> BackTile:
     """The fastest likewise. Gradients of 128 keys above 128 features do not fit the registers of two consumers."""
     dim = max(head_dim, v_head_dim)
-    return BackTile(ROWS, ROWS) if dim > 128 else BackTile(64 if dim > 64 else 128, back.KEYS)
+    if dim <= 128:
+        return BackTile(64 if dim > 64 else 128, back.KEYS)
+    d, v = sum(chunks(head_dim)), sum(chunks(v_head_dim))
+    tiles = (BackTile(ROWS, ROWS, *stages) for stages in ((3, 2), (2, 2), (2, 1)))
+    return next(tile for tile in tiles if _wide_bytes(d, v, tile) <= SHARED_MEMORY[90])
+
+
+def _wide_bytes(d: int, v: int, tile: BackTile) -> int:
+    """Shared memory that the larger of `hopper_wide`'s kernels takes, barriers and Triton's own rounded up."""
+    of_keys = (d + v) * (tile.keys + tile.stages * tile.queries) + 2 * tile.keys * tile.queries
+    of_queries = (d + v) * 2 * ROWS + ROWS * (tile.stages * d + tile.value_stages * v)
+    return 2 * max(of_keys, of_queries) + 4 * 2 * tile.stages * tile.queries + 1024
 
 
 def launch_forward(
@@ -180,8 +193,8 @@ class Backward(NamedTuple):
         d, width = chunks(q.shape[2]), chunks(v.shape[2])
         tile, (registers, few) = self.tile, _REGISTERS[2]
         return wide_back.Form(
-            tile.queries, tile.keys, *d, *width, q.shape[2], v.shape[2], tile.stages, **self.masks, FLOAT32=float32,
-            REGISTERS=registers, FEW_REGISTERS=few,
+            tile.queries, tile.keys, *d, *width, q.shape[2], v.shape[2], tile.stages, tile.value_stages, **self.masks,
+            FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
         )  # fmt: skip
 
     def wide_descriptors(self, tensors: Sequence[torch.Tensor], form: wide_back.Form) -> list[object]:

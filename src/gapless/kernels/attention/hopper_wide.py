@@ -70,7 +70,12 @@ class Form(NamedTuple):
     """The head dim of queries and keys; columns beyond it are zero."""
     V_HEAD: int
     STAGES: int
-    """Tiles in shared memory of what streams by."""
+    """Tiles in shared memory of what streams by.
+
+    A tile is read in two steps, its own and the next: with 3 there is room for the one after meanwhile.
+    """
+    VALUE_STAGES: int
+    """Tiles of values where these stream by; they are read in one step."""
     CAUSAL: bool
     WINDOW: bool
     SOFTCAP: bool
@@ -352,9 +357,9 @@ def _feed_queries(fed, F: gl.constexpr):
         slot = n % F.STAGES
         mbarrier.wait(k_empty.index(slot), (n // F.STAGES & 1) ^ 1)
         load(k_descs, keys, (low + n) * _ROWS, kv_head, k_full.index(slot), at(k, slot), F.D1)
-        # There is room for one tile of values: done with once their product is.
-        mbarrier.wait(v_empty, (n & 1) ^ 1)
-        load(v_descs, keys, (low + n) * _ROWS, kv_head, v_full, v, F.V1)
+        slot = n % F.VALUE_STAGES
+        mbarrier.wait(v_empty.index(slot), (n // F.VALUE_STAGES & 1) ^ 1)
+        load(v_descs, keys, (low + n) * _ROWS, kv_head, v_full.index(slot), at(v, slot), F.V1)
 
 
 @gluon_jit
@@ -369,8 +374,9 @@ def _query_step(state, n, j, rooms, barriers, rows, full, settings, FIRST: gl.co
     before = (n - 1) % F.STAGES
     mbarrier.wait(k_full.index(slot), n // F.STAGES & 1)
     scores = start_scores(q, at(k, slot), F.D1)
-    mbarrier.wait(v_full, n & 1)
-    products = start_scores(grad, v, F.V1)
+    value = n % F.VALUE_STAGES
+    mbarrier.wait(v_full.index(value), n // F.VALUE_STAGES & 1)
+    products = start_scores(grad, at(v, value), F.V1)
     if FIRST:
         scores = warpgroup_mma_wait(parts(F.V1), deps=[scores])
     else:
@@ -383,7 +389,7 @@ def _query_step(state, n, j, rooms, barriers, rows, full, settings, FIRST: gl.co
         seen = seen_keys(query, key_count, j * _ROWS, window, _ROWS, F.CAUSAL, F.WINDOW)
         weights = gl.where(seen, weights, 0.0)
     products = warpgroup_mma_wait(0 if FIRST else parts(F.D1), deps=[products])
-    mbarrier.arrive(v_empty)
+    mbarrier.arrive(v_empty.index(value))
     grad_scores = weights * (products - delta[:, None])
     if F.SOFTCAP:
         grad_scores = grad_scores * (1 - bent * bent)
@@ -453,10 +459,10 @@ def _gather_for_queries(descs, results, lse, delta, queries, keys, padded, row, 
     q = new_tiles(dtype, 2, _ROWS, F.D0, F.D1)
     grad = new_tiles(dtype, 2, _ROWS, F.V0, F.V1)
     k = new_tiles(dtype, F.STAGES, _ROWS, F.D0, F.D1)
-    v = at(new_tiles(dtype, 1, _ROWS, F.V0, F.V1), 0)
+    v = new_tiles(dtype, F.VALUE_STAGES, _ROWS, F.V0, F.V1)
     q_full = new_barriers(2, 1)
     k_full, k_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
-    v_full, v_empty = new_barriers(1, 1).index(0), new_barriers(1, 2).index(0)
+    v_full, v_empty = new_barriers(F.VALUE_STAGES, 1), new_barriers(F.VALUE_STAGES, 2)
     tiles = key_tiles(row, 2 * _ROWS, queries[1], keys[1], shift, numbers[3], _ROWS, F.CAUSAL, F.WINDOW)
     low, _, _, high = tiles
     barriers, rooms = (q_full, k_full, k_empty, v_full, v_empty), (q, k, v, grad)
