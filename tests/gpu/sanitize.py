@@ -77,6 +77,7 @@ def attention() -> None:
         (128, {"causal": False}),
         (72, {"window": 9, "softcap": 15.0}),
         (32, {"sinks": True}),
+        (192, {"window": 40}),
         (256, {"return_lse": True}),
     ):
         options = dict(options)

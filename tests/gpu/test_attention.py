@@ -261,6 +261,17 @@ def test_every_tile_of_hoppers_table_runs():
 
 
 @on_hopper
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("dims", [(152, 96), (192, 40), (136, 24), (24, 176), (72, 136), (160, 8), (200, 192)])
+def test_wide_heads_in_two_chunks(dims, few):
+    """Gradients of keys and values by TMA, and added up in float32; heads that end in the middle of a chunk."""
+    queries = make_segments([300, 1, 0, 77], None, tail=100, dims=dims, dtype=BF16)
+    case = Laid(queries, heads=(4, 2), dims=dims, dtype=BF16)
+    case.few = few
+    case.check(eps=4e-3)
+
+
+@on_hopper
 @pytest.mark.parametrize("options", [{}, {"causal": False, "sinks": True}, {"window": 100, "softcap": 20.0}])
 @pytest.mark.parametrize("dim", [40, 64, 128])
 def test_persistent_programs(dim, options):

@@ -279,6 +279,10 @@ case("flash.hopper-fp16-192")(lambda: hopper(192, 128, torch.float16))
 case("flash.hopper-80")(lambda: hopper(80, 80))
 case("flash.hopper-160")(lambda: hopper(160, 160))
 case("flash.hopper-192")(lambda: hopper(192, 192))
+# As many key heads as query heads: gradients in 16 bits, by TMA.
+case("flash.hopper-192-128")(lambda: hopper(192, 128, heads=2))
+case("flash.hopper-136-40")(lambda: hopper(136, 40, heads=2, window=100, softcap=30.0))
+case("flash.hopper-256")(lambda: hopper(256, 256, heads=2))
 # The most shared memory.
 case("flash.hopper-256-192")(lambda: hopper(256, 192))
 case("flash.hopper-192-256")(lambda: hopper(192, 256, window=100))

@@ -222,17 +222,25 @@ def test_all_fit_shared_memory():
 def test_all_of_the_backward_fits_shared_memory():
     for d, v in itertools.product(DIMS, DIMS):
         tile = hopper.back_tile(d, v)
-        d_columns, v_columns = (max(64, next_power_of_2(dim)) for dim in (d, v))
-        columns = d_columns + v_columns
         if tile.wide:
-            of_keys = columns * (tile.stages * tile.queries + tile.keys)
-            of_queries = columns * 2 * hopper.ROWS + hopper.ROWS * (tile.stages * d_columns + v_columns)
+            d_columns, v_columns = sum(hopper.chunks(d)), sum(hopper.chunks(v))
+            columns = d_columns + v_columns
+            of_keys = columns * (tile.stages * tile.queries + tile.keys) + 2 * tile.keys * tile.queries
+            of_queries = columns * 2 * 64 + 64 * (tile.stages * d_columns + tile.value_stages * v_columns)
             assert 2 * max(of_keys, of_queries) + 4 * 2 * tile.stages * tile.queries + 1024 <= SHARED_MEMORY[90], (d, v)
             continue
+        columns = sum(max(64, next_power_of_2(dim)) for dim in (d, v))
         half = max(d, v) if tile.queries == 128 else (64 if d > 64 else 32)
         elements = columns * (tile.stages * tile.queries + tile.keys) + 2 * tile.keys * tile.queries
         numbers = 2 * 64 * max(half, 32) + 2 * tile.stages * tile.queries
         assert 2 * elements + 4 * numbers + 1024 <= SHARED_MEMORY[90], (d, v)
+
+
+@pytest.mark.parametrize(
+    ("dims", "stages"), [((192, 192), (3, 2)), ((192, 128), (3, 2)), ((136, 136), (3, 2)), ((256, 256), (2, 1))]
+)
+def test_tiles_of_wide_heads_as_many_as_fit(dims, stages):
+    assert hopper.back_tile(*dims)[2:] == stages
 
 
 def test_padded_places_do_not_overlap():

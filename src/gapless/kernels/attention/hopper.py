@@ -9,12 +9,11 @@ import torch
 
 from gapless.kernels import gluon
 from gapless.kernels.attention import hopper_backward as back
-from gapless.kernels.attention import hopper_shared
-from gapless.kernels.attention import hopper_sums
+from gapless.kernels.attention import hopper_shared, hopper_sums
 from gapless.kernels.attention import hopper_wide as wide_back
 from gapless.kernels.attention.hopper_forward import Form, hopper_forward
 from gapless.kernels.gluon import plain_descriptor, ragged_descriptor
-from gapless.kernels.runtime import family, launch, multiprocessors, next_power_of_2
+from gapless.kernels.runtime import SHARED_MEMORY, family, launch, multiprocessors, next_power_of_2
 
 ROWS = 64
 """Queries of a group of four warps: what Hopper's matrix units multiply at a time."""
@@ -51,6 +50,8 @@ class BackTile(NamedTuple):
     queries: int
     keys: int
     stages: int = 2
+    value_stages: int = 1
+    """`hopper_wide.Form.VALUE_STAGES`."""
 
     @property
     def wide(self) -> bool:
@@ -90,7 +91,18 @@ def forward_tile(head_dim: int, v_head_dim: int) -> Tile:
 def back_tile(head_dim: int, v_head_dim: int) -> BackTile:
     """The fastest likewise. Gradients of 128 keys above 128 features do not fit the registers of two consumers."""
     dim = max(head_dim, v_head_dim)
-    return BackTile(ROWS, ROWS) if dim > 128 else BackTile(64 if dim > 64 else 128, back.KEYS)
+    if dim <= 128:
+        return BackTile(64 if dim > 64 else 128, back.KEYS)
+    d, v = sum(chunks(head_dim)), sum(chunks(v_head_dim))
+    tiles = (BackTile(ROWS, ROWS, *stages) for stages in ((3, 2), (2, 2), (2, 1)))
+    return next(tile for tile in tiles if _wide_bytes(d, v, tile) <= SHARED_MEMORY[90])
+
+
+def _wide_bytes(d: int, v: int, tile: BackTile) -> int:
+    """Shared memory that the larger of `hopper_wide`'s kernels takes, barriers and Triton's own rounded up."""
+    of_keys = (d + v) * (tile.keys + tile.stages * tile.queries) + 2 * tile.keys * tile.queries
+    of_queries = (d + v) * 2 * ROWS + ROWS * (tile.stages * d + tile.value_stages * v)
+    return 2 * max(of_keys, of_queries) + 4 * 2 * tile.stages * tile.queries + 1024
 
 
 def launch_forward(
@@ -175,6 +187,24 @@ class Backward(NamedTuple):
             tile.queries, tile.keys, d, width, q.shape[2], v.shape[2], tile.stages, **self.masks,
             ORDERED=ordered, FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
         )  # fmt: skip
+
+    def wide_form(self, q: torch.Tensor, v: torch.Tensor, *, float32: bool) -> wide_back.Form:
+        """Likewise, for the kernels of heads above 128."""
+        d, width = chunks(q.shape[2]), chunks(v.shape[2])
+        tile, (registers, few) = self.tile, _REGISTERS[2]
+        return wide_back.Form(
+            tile.queries, tile.keys, *d, *width, q.shape[2], v.shape[2], tile.stages, tile.value_stages, **self.masks,
+            FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
+        )  # fmt: skip
+
+    def wide_descriptors(self, tensors: Sequence[torch.Tensor], form: wide_back.Form) -> list[object]:
+        """Of both chunks of q, k, v and the output's gradient."""
+        q, k, v, grad = tensors
+        d, width, tile = (form.D0, form.D1), (form.V0, form.V1), self.tile
+        return [
+            *(*_descriptors(q, tile.queries, d), *_descriptors(k, tile.keys, d)),
+            *(*_descriptors(v, tile.keys, width), *_descriptors(grad, tile.queries, width)),
+        ]
 
     def descriptors(self, tensors: Sequence[torch.Tensor], form: hopper_shared.Form) -> list[object]:
         """Of q, k, v, the output's gradient, and of LSE and delta in padded places."""
@@ -278,13 +308,19 @@ def launch_wide_keys(
     together: int,
 ) -> None:
     """Write the gradients of keys and values of heads above 128; arguments as for `launch_backward`."""
-    q, k, v, *_ = tensors
-    form = b.form(q, v, float32=results[0].dtype == torch.float32)
+    q, k, v, _, lse, delta = tensors
+    grad_k, grad_v = results
+    form = b.wide_form(q, v, float32=grad_k.dtype == torch.float32)
+    columns = ((form.D0, form.D1), (form.V0, form.V1))
+    by_tma = [] if form.FLOAT32 else [*_descriptors(grad_k, ROWS, columns[0]), *_descriptors(grad_v, ROWS, columns[1])]
     launch(
         wide_back.hopper_wide_keys,
         grid,
         q.device,
-        *(*b.descriptors(tensors, form), *_results(results, form), b.k_table, *b.documents, *b.numbers),
+        *b.wide_descriptors(tensors[:4], form),
+        *(plain_descriptor(x, (1, b.tile.queries)) for x in (lse, delta)),
+        *(by_tma or [None] * 4),
+        *(*results, b.k_table, *b.documents, *b.numbers),
         *(k.shape[0], q.shape[1] // k.shape[1], together),
         F=form,
         num_warps=4,
@@ -297,12 +333,12 @@ def launch_wide_queries(
     """Write the gradient of queries, dense [Tq, N, D], of heads above 128; `grid` of tiles of 128 queries."""
     q, k, v, _, lse, delta = tensors
     assert b.tile_queries == 2 * ROWS, f"tables of {b.tile_queries} queries for programs of {2 * ROWS}"
-    form = b.form(q, v, float32=False)
+    form = b.wide_form(q, v, float32=False)
     launch(
         wide_back.hopper_wide_queries,
         grid,
         q.device,
-        *(*b.descriptors(tensors[:4], form), ragged_descriptor(grad_q, ROWS, form.D), lse, delta),
+        *(*b.wide_descriptors(tensors[:4], form), *_descriptors(grad_q, ROWS, (form.D0, form.D1)), lse, delta),
         *(b.q_table, *b.documents, *b.numbers, q.shape[0], q.shape[1] // k.shape[1], lse.shape[1]),
         F=form,
         num_warps=4,

@@ -8,9 +8,9 @@ at the next tile of queries: five products in all, and the consumers may be most
 while the other finds weights. The scores of the next queries are started before dQ is taken out of the accumulators.
 One warp, the producer, copies in. Programs are persistent: see `hopper_order`.
 
-Tiles of keys add to the same queries, to sums in global memory. In any order they do so from registers. For the same bits
-every time two further warps, the senders, have the copy engine add in turn: a counter for each tile of queries and head
-says how many have added. Turns go by the index of the tile of keys, the order in which programs take those of a
+Tiles of keys add to the same queries, to sums in global memory. In any order they do so from registers. For the same
+bits every time two further warps, the senders, have the copy engine add in turn: a counter for each tile of queries and
+head says how many have added. Turns go by the index of the tile of keys, the order in which programs take those of a
 document, so nobody waits for one that is not there. (That programs start in the order of the grid is seen on all GPUs,
 and relied on by others, but not in CUDA's specification.)
 
@@ -281,7 +281,7 @@ def _give(part, n, place, out, barriers, CONSUMER: gl.constexpr, F: gl.constexpr
 
 @gluon_jit
 def _step(
-    state, n, i, ahead, before, rooms, barriers, keys, full, settings,
+    state, n, i, ahead, before, rooms, out, barriers, keys, full, settings,
     CONSUMER: gl.constexpr, FIRST: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Gradients from the i-th tile of queries, the n-th in all, whose scores are there; then the scores of the next.
@@ -290,7 +290,7 @@ def _step(
     been there. Queries are in slots `ahead` further than n: see `_feed`.
     """
     grad_k, grad_v, scores = state
-    q, k, v, grad, lse, delta, grad_scores_room, out = rooms
+    q, k, v, grad, lse, delta, grad_scores_room = rooms
     q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty = barriers
     dtype: gl.constexpr = q.dtype
     slot, q_slot, after = n % F.STAGES, (n + ahead) % F.STAGES, (n + ahead + 1) % F.STAGES
@@ -346,8 +346,8 @@ def _gradients(CONSUMER: gl.constexpr, taken, tile, base, met, F: gl.constexpr):
 
     From all queries that see them, head after head. `base` and `met` as for `_feed`.
     """
-    results, rooms, barriers, per_head, together, tokens, settings = taken
-    q, k, v, grad, lse, delta, grad_scores, out = rooms
+    results, rooms, out, barriers, per_head, together, tokens, settings = taken
+    q, k, v, grad, _, _, grad_scores = rooms
     k_full, k_empty, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty = barriers
     scale, scale2, softcap, window = settings
     document, begin, result, _, _, key_start, key_count, shift = tile
@@ -365,16 +365,17 @@ def _gradients(CONSUMER: gl.constexpr, taken, tile, base, met, F: gl.constexpr):
         slot = (base + met) % F.STAGES
         mbarrier.wait(q_full.index(slot), (base + met) // F.STAGES & 1)
         scores = warpgroup_mma_wait(0, deps=[_start_scores(k, q.index(slot), CONSUMER, F)])
-        streams, of_keys = (q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty), (key, key_count, shift)
+        streams = (q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty)
+        of_keys = (key, key_count, shift)
         full, numbers = (full_low, full_high), (scale2, softcap, window)
         state = (grad_k, grad_v, scores)
         place = _first_place(tile, 0, per_head, together, F) + low
-        state = _step(state, base, low, met, place, rooms, streams, of_keys, full, numbers, CONSUMER, True, F)
+        state = _step(state, base, low, met, place, rooms, out, streams, of_keys, full, numbers, CONSUMER, True, F)
         i = low
         for n in range(base + 1, base + used):
             last = i + 1 == high
             i = gl.where(last, low, i + 1)
-            state = _step(state, n, i, met, place, rooms, streams, of_keys, full, numbers, CONSUMER, False, F)
+            state = _step(state, n, i, met, place, rooms, out, streams, of_keys, full, numbers, CONSUMER, False, F)
             place += gl.where(last, per_head - (high - 1 - low), 1)
         grad_k, grad_v, scores = state
         mbarrier.arrive(q_empty.index((base + used + met) % F.STAGES))
@@ -422,8 +423,8 @@ def hopper_backward(
     """Tiles of the backward table, each for `together` query heads of one kv head; tiles of the tail are cleared.
 
     `total` tiles: results of a section, `rows` of the table, sections; programs take one after the other, and `counter`
-    begins with 0. Descriptors: q, k, v, grad, grad_k_desc and grad_v_desc ragged; lse and delta [N, padded places]; sums
-    [N places D / 32, 32], parts of dQ / scale `_in_lines`. A head has `per_head` tiles of padded places.
+    begins with 0. Descriptors: q, k, v, grad, grad_k_desc and grad_v_desc ragged; lse and delta [N, padded places];
+    sums [N places D / 32, 32], parts of dQ / scale `_in_lines`. A head has `per_head` tiles of padded places.
     """
     dtype: gl.constexpr = q.dtype
     LINES: gl.constexpr = _lines(F)
@@ -444,15 +445,12 @@ def hopper_backward(
         (q, k, v, grad, lse, delta), (queries, keys, values, grads, lses, deltas),
         (k_full, k_empty, q_full, q_empty, grad_full, grad_empty), groups, together, window,
     )  # fmt: skip
-    rooms = (queries, keys, values, grads, lses, deltas, grad_scores)
     streams = (k_full, k_empty, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty)
     results, settings = ((grad_k_desc, grad_k), (grad_v_desc, grad_v)), (scale, scale2, softcap, window)
+    rooms = (queries, keys, values, grads, lses, deltas, grad_scores)
     if F.ORDERED:
         out = gl.allocate_shared_memory(gl.float32, [2, LINES, _LINE], shared(LINES, _LINE, gl.float32))
-        taken = (
-            results, (queries, keys, values, grads, lses, deltas, grad_scores, (out, sums)), streams, per_head, together,
-            k_tokens, settings,
-        )  # fmt: skip
+        taken = (results, rooms, (out, None), streams, per_head, together, k_tokens, settings)
         sent = (sums_desc, out, (out_full, out_empty), turns, per_head, together, window)
         gl.warp_specialize(
             [
@@ -466,10 +464,7 @@ def hopper_backward(
             [F.REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS],
         )
     else:
-        taken = (
-            results, (queries, keys, values, grads, lses, deltas, grad_scores, (grad_scores, sums)), streams, per_head,
-            together, k_tokens, settings,
-        )  # fmt: skip
+        taken = (results, rooms, (None, sums), streams, per_head, together, k_tokens, settings)
         gl.warp_specialize(
             [
                 (_consume, (0, taken, news, F)),

@@ -13,8 +13,7 @@ Query heads that read the same keys may share a tile: row r of a consumer is tok
 has them where a box of the tensor is some tokens of GROUP heads. All are fed with one copy of the keys, and documents
 of few tokens fill more of a tile.
 
-Head dims are cut in two chunks of powers of two, 96 = 64 + 32, each with descriptors, shared memory and accumulators of
-its own, so that none is padded to the next power. Documents end in hardware: see `gluon.ragged_descriptor`.
+Head dims are cut in two chunks, see `hopper_chunks`. Documents end in hardware: see `gluon.ragged_descriptor`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL, capped
+from gapless.kernels.attention.hopper_chunks import (
+    at,
+    load,
+    new_tiles,
+    no_sums,
+    parts,
+    start_scores,
+    start_sums,
+    wait_for_sums,
+)
 from gapless.kernels.attention.hopper_order import END, hear, look_up, new_news, next_number, tell, tell_end
-from gapless.kernels.attention.hopper_shared import accumulator, key_tiles, new_barriers, seen_keys, shared
+from gapless.kernels.attention.hopper_shared import accumulator, key_tiles, new_barriers, seen_keys
 from gapless.kernels.gluon import (
     constant,
     constexpr_function,
@@ -34,10 +43,8 @@ from gapless.kernels.gluon import (
     named_barrier_arrive,
     named_barrier_wait,
     ragged_place,
-    tma_load,
     tma_store,
     tma_store_wait,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -87,44 +94,7 @@ def _tokens(F):
     return F.BM // F.GROUP
 
 
-# ---- shared memory ----
-
-
-@gluon_jit
-def _tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, C0: gl.constexpr, C1: gl.constexpr):
-    """Room for COUNT tiles in two chunks; the first stands in for a second of no columns."""
-    first = gl.allocate_shared_memory(dtype, [COUNT, ROWS, C0], shared(ROWS, C0, dtype))
-    second = gl.allocate_shared_memory(dtype, [COUNT, ROWS, C1], shared(ROWS, C1, dtype)) if C1 > 0 else first
-    return first, second
-
-
-@gluon_jit
-def _at(tiles, index):
-    """Both chunks of a tile."""
-    return tiles[0].index(index), tiles[1].index(index)
-
-
 # ---- the producer ----
-
-
-@gluon_jit
-def _load_chunk(desc, start, count, row, head, column, barrier, room):
-    place = ragged_place(start, count, row, head, column)
-    tma_load(desc, place, barrier, room.reshape(desc.block_type.shape))
-
-
-@gluon_jit
-def _load(descs, document, row, head, barrier, room, SECOND: gl.constexpr):
-    """Start to copy a tile of a document's rows: zeros beyond its end."""
-    start, count = document
-    COLUMNS: gl.constexpr = descs[0].block_type.shape[4]
-    if SECOND > 0:
-        mbarrier.expect(barrier, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
-        _load_chunk(descs[0], start, count, row, head, 0, barrier, room[0])
-        _load_chunk(descs[1], start, count, row, head, COLUMNS, barrier, room[1])
-    else:
-        mbarrier.expect(barrier, descs[0].block_type.nbytes)
-        _load_chunk(descs[0], start, count, row, head, 0, barrier, room[0])
 
 
 @gluon_jit
@@ -148,7 +118,7 @@ def _feed(fed, tile, base, attended, F: gl.constexpr):
         for consumer in gl.static_range(CONSUMERS):
             if F.PERSISTENT:
                 mbarrier.wait(q_empty.index(consumer), (attended & 1) ^ 1)
-            _load(q_descs, queries, row + consumer * _tokens(F), head, q_full.index(consumer), _at(q, consumer), F.D1)
+            load(q_descs, queries, row + consumer * _tokens(F), head, q_full.index(consumer), at(q, consumer), F.D1)
         used = tiles[3] - tiles[0]
         for i in range(0, used):
             n = base + i
@@ -157,9 +127,9 @@ def _feed(fed, tile, base, attended, F: gl.constexpr):
             phase = (n // F.STAGES & 1) ^ 1
             key = (tiles[3] - 1 - i) * F.BN
             mbarrier.wait(k_empty.index(slot), phase)
-            _load(k_descs, keys, key, head // groups, k_full.index(slot), _at(k, slot), F.D1)
+            load(k_descs, keys, key, head // groups, k_full.index(slot), at(k, slot), F.D1)
             mbarrier.wait(v_empty.index(slot), phase)
-            _load(v_descs, keys, key, head // groups, v_full.index(slot), _at(v, slot), F.V1)
+            load(v_descs, keys, key, head // groups, v_full.index(slot), at(v, slot), F.V1)
     return used
 
 
@@ -197,33 +167,6 @@ def _give_turn(CONSUMER: gl.constexpr, F: gl.constexpr):
     """To the next consumer; two groups of 128 threads meet at a barrier."""
     if F.TURNS:
         named_barrier_arrive(_FIRST_TURN + (CONSUMER + 1) % F.CONSUMERS, 256)
-
-
-@gluon_jit
-def _start_scores(q, k, F: gl.constexpr):
-    zeros = gl.full([F.BM, F.BN], 0.0, gl.float32, accumulator(F.BN))
-    scores = warpgroup_mma(q[0], k[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if F.D1 > 0:
-        scores = warpgroup_mma(q[1], k[1].permute((1, 0)), scores, is_async=True)
-    return scores
-
-
-@gluon_jit
-def _start_values(weights, v, out0, out1, F: gl.constexpr):
-    out0 = warpgroup_mma(weights, v[0], out0, is_async=True)
-    if F.V1 > 0:
-        out1 = warpgroup_mma(weights, v[1], out1, is_async=True)
-    return out0, out1
-
-
-@gluon_jit
-def _wait_for_values(weights, out0, out1, F: gl.constexpr):
-    """Until then the matrix units read the weights, too, whose registers must stay as they are."""
-    if F.V1 > 0:
-        out0, out1, _ = warpgroup_mma_wait(0, deps=[out0, out1, weights])
-    else:
-        out0, _ = warpgroup_mma_wait(0, deps=[out0, weights])
-    return out0, out1
 
 
 @gluon_jit
@@ -302,16 +245,16 @@ def _step(
     weights = _as_operand(pairs, k[0].dtype, F)
     mbarrier.wait(k_full.index(slot), place // F.STAGES & 1)
     _wait_for_turn(CONSUMER, F)
-    scores = _start_scores(q, _at(k, slot), F)
+    scores = start_scores(q, at(k, slot), F.D1)
     mbarrier.wait(v_full.index(before), (place - 1) // F.STAGES & 1)
-    out0, out1 = _start_values(weights, _at(v, before), out0, out1, F)
+    out0, out1 = start_sums(weights, at(v, before), out0, out1, F.V1)
     _give_turn(CONSUMER, F)
-    scores = warpgroup_mma_wait(2 if F.V1 > 0 else 1, deps=[scores])
+    scores = warpgroup_mma_wait(parts(F.V1), deps=[scores])
     mbarrier.arrive(k_empty.index(slot))
     tile = high - 1 - n
     new_weights, top, total, shrink = _softmax(scores, top, total, tile, query, key_count, settings, MASKED, F)
     pairs = _packed(new_weights, k[0].dtype)
-    out0, out1 = _wait_for_values(weights, out0, out1, F)
+    out0, out1 = wait_for_sums(weights, out0, out1, F.V1)
     mbarrier.arrive(v_empty.index(before))
     out0, out1 = _times(out0, out1, shrink, F)
     return out0, out1, top, total, pairs
@@ -324,14 +267,13 @@ def _attend(q, rooms, barriers, query, key_count, tiles, base, settings, CONSUME
     k, v = rooms
     k_full, k_empty, v_full, v_empty = barriers
     row_layout: gl.constexpr = gl.SliceLayout(1, accumulator(F.BN))
-    out0 = gl.full([F.BM, F.V0], 0.0, gl.float32, accumulator(F.V0))
-    out1 = gl.full([F.BM, F.V1 if F.V1 > 0 else 16], 0.0, gl.float32, accumulator(F.V1 if F.V1 > 0 else 16))
+    out0, out1 = no_sums(F.BM, F.V0, F.V1)
     top = gl.full([F.BM], -_INF, gl.float32, row_layout)
     total = gl.full([F.BM], 0.0, gl.float32, row_layout)
     slot = base % F.STAGES
     mbarrier.wait(k_full.index(slot), base // F.STAGES & 1)
     _wait_for_turn(CONSUMER, F)
-    scores = _start_scores(q, _at(k, slot), F)
+    scores = start_scores(q, at(k, slot), F.D1)
     _give_turn(CONSUMER, F)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(slot))
@@ -350,8 +292,8 @@ def _attend(q, rooms, barriers, query, key_count, tiles, base, settings, CONSUME
     slot = last % F.STAGES
     mbarrier.wait(v_full.index(slot), last // F.STAGES & 1)
     weights = _as_operand(pairs, k[0].dtype, F)
-    out0, out1 = _start_values(weights, _at(v, slot), out0, out1, F)
-    out0, out1 = _wait_for_values(weights, out0, out1, F)
+    out0, out1 = start_sums(weights, at(v, slot), out0, out1, F.V1)
+    out0, out1 = wait_for_sums(weights, out0, out1, F.V1)
     if F.PERSISTENT:
         mbarrier.arrive(v_empty.index(slot))
     return out0, out1, top, total
@@ -411,7 +353,7 @@ def _attend_tile(CONSUMER: gl.constexpr, taken, tile, base, attended, F: gl.cons
     document, begin, head, start, query_count, _, key_count, shift = tile
     head *= F.GROUP
     log = (lse + head.to(gl.int64) * tokens, tokens)
-    room = _at(out, CONSUMER)
+    room = at(out, CONSUMER)
     used = 0
     if document >= 0:
         row = begin - start
@@ -421,7 +363,7 @@ def _attend_tile(CONSUMER: gl.constexpr, taken, tile, base, attended, F: gl.cons
         query, other = _rows(row, F)
         mbarrier.wait(q_full.index(CONSUMER), attended & 1)
         out0, out1, top, total = _attend(
-            _at(q, CONSUMER), (k, v), (k_full, k_empty, v_full, v_empty), query + shift, key_count,
+            at(q, CONSUMER), (k, v), (k_full, k_empty, v_full, v_empty), query + shift, key_count,
             tiles, base, settings, CONSUMER, F,
         )  # fmt: skip
         if F.PERSISTENT:
@@ -437,8 +379,7 @@ def _attend_tile(CONSUMER: gl.constexpr, taken, tile, base, attended, F: gl.cons
         row = begin + CONSUMER * _tokens(F)
         query, other = _rows(row, F)
         _store_lse(log, gl.full([F.BM], -_INF, gl.float32, query.type.layout), (0, tokens), query, other)
-        zeros0 = gl.full([F.BM, F.V0], 0.0, gl.float32, accumulator(F.V0))
-        zeros1 = gl.full([F.BM, F.V1 if F.V1 > 0 else 16], 0.0, gl.float32, accumulator(F.V1 if F.V1 > 0 else 16))
+        zeros0, zeros1 = no_sums(F.BM, F.V0, F.V1)
         _store(CONSUMER, descs, room, zeros0, zeros1, (0, tokens), row, head, F)
     return used
 
@@ -483,13 +424,13 @@ def hopper_forward(
         q1, k1 = q0, k0
     if F.V1 == 0:
         v1, out1 = v0, out0
-    q = _tiles(dtype, F.CONSUMERS, F.BM, F.D0, F.D1)
-    k = _tiles(dtype, F.STAGES, F.BN, F.D0, F.D1)
-    v = _tiles(dtype, F.STAGES, F.BN, F.V0, F.V1)
+    q = new_tiles(dtype, F.CONSUMERS, F.BM, F.D0, F.D1)
+    k = new_tiles(dtype, F.STAGES, F.BN, F.D0, F.D1)
+    v = new_tiles(dtype, F.STAGES, F.BN, F.V0, F.V1)
     # Outputs take the place of the queries where they fit, if the next ones are not on their way: a consumer is done
     # with its queries when it has its output.
     alike: gl.constexpr = not F.PERSISTENT and F.V0 == F.D0 and (F.V1 == F.D1 or F.V1 == 0)
-    out = q if alike else _tiles(dtype, F.CONSUMERS, F.BM, F.V0, F.V1)
+    out = q if alike else new_tiles(dtype, F.CONSUMERS, F.BM, F.V0, F.V1)
     full_q, empty_q = new_barriers(F.CONSUMERS, 1), new_barriers(F.CONSUMERS, 1)
     full_k, empty_k = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, F.CONSUMERS)
     full_v, empty_v = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, F.CONSUMERS)

@@ -114,44 +114,6 @@ def load_columns(room, COUNT: gl.constexpr):
 
 
 @gluon_jit
-def feed_keys(fed, AHEAD: gl.constexpr, F: gl.constexpr):
-    """The producer where keys stay: copies in keys and values, then tiles of queries and gradients, head after head.
-
-    AHEAD: consumers start scores a tile ahead, and want queries for the last ones, which nobody reads.
-    """
-    descs, rooms, barriers, queries, keys, padded, row, heads, tiles = fed
-    q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc = descs
-    q, k, v, grad, lse, delta = rooms
-    k_full, q_full, q_empty, grad_full, grad_empty = barriers
-    head, kv_head, together = heads
-    low, high = tiles
-    mbarrier.expect(k_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    load_tile(k_desc, keys, row, kv_head, k_full, k)
-    load_tile(v_desc, keys, row, kv_head, k_full, v)
-    n = 0
-    for other in range(together):
-        for i in range(low, high):
-            slot = n % F.STAGES
-            # The first round finds all slots empty: the phase before the first counts as over.
-            phase = (n // F.STAGES & 1) ^ 1
-            place = padded + i * F.BM
-            mbarrier.wait(q_empty.index(slot), phase)
-            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-            load_tile(q_desc, queries, i * F.BM, head + other, q_full.index(slot), q.index(slot))
-            load_numbers(lse_desc, head + other, place, q_full.index(slot), lse.index(slot), F)
-            mbarrier.wait(grad_empty.index(slot), phase)
-            mbarrier.expect(grad_full.index(slot), grad_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-            load_tile(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
-            load_numbers(delta_desc, head + other, place, grad_full.index(slot), delta.index(slot), F)
-            n += 1
-    if AHEAD:
-        slot = n % F.STAGES
-        mbarrier.wait(q_empty.index(slot), (n // F.STAGES & 1) ^ 1)
-        mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-        load_tile(q_desc, queries, low * F.BM, head, q_full.index(slot), q.index(slot))
-
-
-@gluon_jit
 def weights_again(scores, lse, i, keys, masked, settings, F: gl.constexpr):
     """The softmax's weights again, [keys, queries], and the slope of the softcap."""
     key, key_count, shift = keys
