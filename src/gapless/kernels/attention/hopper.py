@@ -100,7 +100,7 @@ def back_tile(head_dim: int, v_head_dim: int) -> BackTile:
 
 def _wide_bytes(d: int, v: int, tile: BackTile) -> int:
     """Shared memory that the larger of `hopper_wide`'s kernels takes, barriers and Triton's own rounded up."""
-    of_keys = (d + v) * (tile.keys + tile.stages * tile.queries) + 2 * tile.keys * tile.queries
+    of_keys = (d + v) * (tile.keys + tile.stages * tile.queries) + 4 * tile.keys * tile.queries
     of_queries = (d + v) * 2 * ROWS + ROWS * (tile.stages * d + tile.value_stages * v)
     return 2 * max(of_keys, of_queries) + 4 * 2 * tile.stages * tile.queries + 1024
 

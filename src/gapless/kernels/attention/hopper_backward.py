@@ -22,9 +22,11 @@ from __future__ import annotations
 from gapless.kernels.attention.flash_forward import PER_BATCH, TAIL
 from gapless.kernels.attention.hopper_order import END, hear, look_up, new_news, next_number, tell, tell_end
 from gapless.kernels.attention.hopper_shared import (
+    LINE,
     accumulator,
     clear_keys,
     flat,
+    in_lines,
     load_columns,
     load_numbers,
     load_tile,
@@ -55,8 +57,6 @@ KEYS = 128
 """Keys of a program, of two consumers together."""
 
 _ROWS = constant(64)
-_LINE = constant(32)
-"""Numbers in a row of the sums: 128 bytes."""
 _MEETING = constant(9)
 
 
@@ -221,22 +221,9 @@ def _start_part(grad_scores, k, CONSUMER: gl.constexpr, F: gl.constexpr):
     return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
 
 
-@gluon_jit
-def _in_lines(part):
-    """A part of dQ, [64, columns], in an order of its own, in which a thread's numbers are four in a row.
-
-    Row by row, 4 threads write 32 bytes of each of 8 rows at once, whose places in shared memory collide two and two,
-    and TMA adds up pieces of 256 bytes: in this order writes do not collide, and the sums are dense. Nothing moves:
-    only the places have other names. `hopper_sums` finds a number again.
-    """
-    HALVES: gl.constexpr = part.shape[1] // 16
-    threads = part.reshape([4, 2, 8, HALVES, 2, 4, 2]).permute((0, 1, 3, 2, 5, 4, 6))
-    return threads.reshape([part.shape[0] * part.shape[1] // _LINE, _LINE])
-
-
 @constexpr_function
 def _fours_of_part(HALF):
-    """Layout of `_in_lines` in one row, with a thread's numbers in order."""
+    """Layout of `in_lines` in one row, with a thread's numbers in order."""
     columns = [[1], [2], *([128 << bit] for bit in range((HALF // 16).bit_length() - 1)), [8 * HALF]]
     warps = [[16 * HALF], [32 * HALF]]
     return gl.DistributedLinearLayout(columns, [[4], [8], [16], [32], [64]], warps, [], [64 * HALF])
@@ -247,7 +234,7 @@ def _add_part(part, sums, place, CONSUMER: gl.constexpr, F: gl.constexpr):
     """Add a part of dQ to the sums from registers, four numbers at a time."""
     SIZE: gl.constexpr = _ROWS * _half(F)
     layout: gl.constexpr = _fours_of_part(_half(F))
-    fours = gl.convert_layout(_in_lines(part).reshape([SIZE]), layout)
+    fours = gl.convert_layout(in_lines(part).reshape([SIZE]), layout)
     address = sums + (place.to(gl.int64) * 2 + CONSUMER) * SIZE + gl.arange(0, SIZE, layout=layout)
     gl.inline_asm_elementwise(
         """
@@ -264,7 +251,7 @@ def _hand_over(part, n, room, barriers, CONSUMER: gl.constexpr):
     out_full, out_empty = barriers
     # The senders take turns at one room: it is empty when the other has sent the part before.
     mbarrier.wait(out_empty.index((n + 1) % 2), ((n + 1) // 2 & 1) ^ 1)
-    room.index(CONSUMER).store(_in_lines(part))
+    room.index(CONSUMER).store(in_lines(part))
     fence_async_shared()
     mbarrier.arrive(out_full.index(n % 2))
 
@@ -424,7 +411,7 @@ def hopper_backward(
 
     `total` tiles: results of a section, `rows` of the table, sections; programs take one after the other, and `counter`
     begins with 0. Descriptors: q, k, v, grad, grad_k_desc and grad_v_desc ragged; lse and delta [N, padded places];
-    sums [N places D / 32, 32], parts of dQ / scale `_in_lines`. A head has `per_head` tiles of padded places.
+    sums [N places D / 32, 32], parts of dQ / scale `in_lines`. A head has `per_head` tiles of padded places.
     """
     dtype: gl.constexpr = q.dtype
     LINES: gl.constexpr = _lines(F)
@@ -449,7 +436,7 @@ def hopper_backward(
     results, settings = ((grad_k_desc, grad_k), (grad_v_desc, grad_v)), (scale, scale2, softcap, window)
     rooms = (queries, keys, values, grads, lses, deltas, grad_scores)
     if F.ORDERED:
-        out = gl.allocate_shared_memory(gl.float32, [2, LINES, _LINE], shared(LINES, _LINE, gl.float32))
+        out = gl.allocate_shared_memory(gl.float32, [2, LINES, LINE], shared(LINES, LINE, gl.float32))
         taken = (results, rooms, (out, None), streams, per_head, together, k_tokens, settings)
         sent = (sums_desc, out, (out_full, out_empty), turns, per_head, together, window)
         gl.warp_specialize(

@@ -47,6 +47,8 @@ class Form(NamedTuple):
     """Of a thread of a single warp."""
 
 
+LINE = constant(32)
+"""Numbers in a row of `in_lines`: 128 bytes, what TMA swizzles."""
 _ROWS = constant(64)
 _NEVER = constant(1 << 30)
 
@@ -111,6 +113,27 @@ def load_columns(room, COUNT: gl.constexpr):
     """A number for each column of an accumulator: what lies `in_fours` in shared memory, in order."""
     numbers = room.load(_fours(COUNT)).reshape([COUNT // 16, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([COUNT])
     return gl.convert_layout(numbers, gl.SliceLayout(0, accumulator(COUNT)))
+
+
+@gluon_jit
+def in_lines(x):
+    """Of float32 [64, columns] rows of 32 numbers in an order of their own, in which a thread's are four in a row.
+
+    In rows of an accumulator 4 threads write 32 bytes of each of 8 at once, whose places in shared memory collide two
+    and two; in this order none do. Nothing moves: only the places have other names.
+    """
+    HALVES: gl.constexpr = x.shape[1] // 16
+    threads = x.reshape([4, 2, 8, HALVES, 2, 4, 2]).permute((0, 1, 3, 2, 5, 4, 6))
+    return threads.reshape([x.shape[0] * x.shape[1] // LINE, LINE])
+
+
+@gluon_jit
+def out_of_lines(room, like):
+    """What lies in shared memory `in_lines`, laid out as `like`."""
+    HALVES: gl.constexpr = like.shape[1] // 16
+    layout: gl.constexpr = in_lines(like).type.layout
+    threads = room.load(layout).reshape([4, 2, HALVES, 8, 4, 2, 2]).permute((0, 1, 3, 2, 5, 4, 6))
+    return gl.convert_layout(threads.reshape(like.shape), like.type.layout)
 
 
 @gluon_jit

@@ -73,7 +73,7 @@ def hopper_delta(
 
 @jit
 def _place_in_parts(row, column, COLUMNS: tl.constexpr):
-    """Where among 64 queries of dQ, in parts of as many columns, `_in_lines` put a number."""
+    """Where among 64 queries of dQ, in parts of as many columns, `in_lines` put a number."""
     part, column = column // COLUMNS, column % COLUMNS
     thread = row % 8 * 4 + column % 8 // 2
     four = (row // 8 * (COLUMNS // 16) + column // 16) * 32 + thread

@@ -27,13 +27,16 @@ from gapless.kernels.attention.hopper_chunks import (
     wait_for_sums,
 )
 from gapless.kernels.attention.hopper_shared import (
+    LINE,
     accumulator,
     clear_keys,
     flat,
+    in_lines,
     key_tiles,
     load_columns,
     load_numbers,
     new_barriers,
+    out_of_lines,
     query_tiles,
     seen_keys,
     shared,
@@ -159,7 +162,7 @@ def _value_step(state, n, i, rooms, barriers, keys, full, settings, FIRST: gl.co
     masked = (i < full[0]) | (i >= full[1])
     weights, slope = weights_again(scores, numbers, i, keys, masked, settings, F)
     mbarrier.wait(p_empty.index(n % 2), (n // 2 & 1) ^ 1)
-    shared_weights.index(n % 2).store((weights * slope if F.SOFTCAP else weights).to(dtype))
+    shared_weights.index(n % 2).store(in_lines(weights * slope if F.SOFTCAP else weights))
     mbarrier.arrive(p_full.index(n % 2))
     if not FIRST:
         grad_v0, grad_v1 = wait_for_sums(p, grad_v0, grad_v1, F.V1)  # pyrefly: ignore
@@ -187,7 +190,7 @@ def _key_step(state, n, rooms, barriers, FIRST: gl.constexpr, F: gl.constexpr):
     products = products + load_columns(minus_delta.index(slot), F.BM)[None, :]
     mbarrier.arrive(grad_empty.index(slot))
     mbarrier.wait(p_full.index(n % 2), n // 2 & 1)
-    weights = shared_weights.index(n % 2).load(accumulator(F.BM)).to(gl.float32)
+    weights = out_of_lines(shared_weights.index(n % 2), products)
     grad_scores = weights * products
     mbarrier.arrive(p_empty.index(n % 2))
     if not FIRST:
@@ -284,7 +287,7 @@ def _gather_for_keys(descs, results, queries, keys, padded, row, shift, heads, n
     grad = new_tiles(dtype, F.STAGES, F.BM, F.V0, F.V1)
     k = at(new_tiles(dtype, 1, _ROWS, F.D0, F.D1), 0)
     v = at(new_tiles(dtype, 1, _ROWS, F.V0, F.V1), 0)
-    shared_weights = gl.allocate_shared_memory(dtype, [2, _ROWS, F.BM], shared(_ROWS, F.BM, dtype))
+    shared_weights = gl.allocate_shared_memory(gl.float32, [2, 2 * F.BM, LINE], shared(2 * F.BM, LINE, gl.float32))
     lse = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
     delta = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
     k_full = new_barriers(1, 1).index(0)
