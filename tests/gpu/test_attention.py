@@ -289,6 +289,12 @@ def test_persistent_programs(dim, options):
         with mock.patch.object(hopper, "forward_tile", return_value=alone):
             expected = case.fast(*case.inputs)
         assert all(torch.equal(x, y) for outs in found for x, y in zip(outs, expected, strict=True))
+    with determinism(True):
+        expected = case.on_kernels()[1]
+        for programs in (1, 3, 10**6):
+            with multiprocessors(132, programs):
+                gradients = case.on_kernels()[1]
+            assert all(torch.equal(x, y) for x, y in zip(gradients, expected, strict=True))
 
 
 @pytest.mark.parametrize("ordered", [False, True])
