@@ -224,7 +224,7 @@ def _start_part(grad_scores, k, CONSUMER: gl.constexpr, F: gl.constexpr):
 @constexpr_function
 def _fours_of_part(HALF):
     """Layout of `in_lines` in one row, with a thread's numbers in order."""
-    columns = [[1], [2], *([128 << bit] for bit in range((HALF // 16).bit_length() - 1)), [8 * HALF]]
+    columns = [[1], [2], *([128 << bit] for bit in range((HALF // 8).bit_length() - 1))]
     warps = [[16 * HALF], [32 * HALF]]
     return gl.DistributedLinearLayout(columns, [[4], [8], [16], [32], [64]], warps, [], [64 * HALF])
 

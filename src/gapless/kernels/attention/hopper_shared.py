@@ -122,17 +122,17 @@ def in_lines(x):
     In rows of an accumulator 4 threads write 32 bytes of each of 8 at once, whose places in shared memory collide two
     and two; in this order none do. Nothing moves: only the places have other names.
     """
-    HALVES: gl.constexpr = x.shape[1] // 16
-    threads = x.reshape([4, 2, 8, HALVES, 2, 4, 2]).permute((0, 1, 3, 2, 5, 4, 6))
+    EIGHTS: gl.constexpr = x.shape[1] // 8
+    threads = x.reshape([4, 2, 8, EIGHTS, 4, 2]).permute((0, 3, 2, 4, 1, 5))
     return threads.reshape([x.shape[0] * x.shape[1] // LINE, LINE])
 
 
 @gluon_jit
 def out_of_lines(room, like):
     """What lies in shared memory `in_lines`, laid out as `like`."""
-    HALVES: gl.constexpr = like.shape[1] // 16
+    EIGHTS: gl.constexpr = like.shape[1] // 8
     layout: gl.constexpr = in_lines(like).type.layout
-    threads = room.load(layout).reshape([4, 2, HALVES, 8, 4, 2, 2]).permute((0, 1, 3, 2, 5, 4, 6))
+    threads = room.load(layout).reshape([4, EIGHTS, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5))
     return gl.convert_layout(threads.reshape(like.shape), like.type.layout)
 
 

@@ -76,8 +76,8 @@ def _place_in_parts(row, column, COLUMNS: tl.constexpr):
     """Where among 64 queries of dQ, in parts of as many columns, `in_lines` put a number."""
     part, column = column // COLUMNS, column % COLUMNS
     thread = row % 8 * 4 + column % 8 // 2
-    four = (row // 8 * (COLUMNS // 16) + column // 16) * 32 + thread
-    return part * (64 * COLUMNS) + four * 4 + column // 8 % 2 * 2 + column % 2
+    four = (row // 16 * (COLUMNS // 8) + column // 8) * 32 + thread
+    return part * (64 * COLUMNS) + four * 4 + row // 8 % 2 * 2 + column % 2
 
 
 @jit(do_not_specialize=(*PER_BATCH, "rows"))
