@@ -215,7 +215,7 @@ class Backward(NamedTuple):
             ragged_descriptor(k, tile.keys, form.D),
             ragged_descriptor(v, tile.keys, form.V),
             ragged_descriptor(grad, tile.queries, form.V),
-            *(plain_descriptor(x, (1, tile.queries)) for x in rows),
+            *(plain_descriptor(x, (1, count * tile.queries)) for count, x in enumerate(rows, 1)),
         ]
 
 
@@ -230,7 +230,7 @@ def launch_delta(
     """Find LSE and -delta in padded places, float32 [N, rows], see `hopper_delta`, and the sinks' gradient [N]."""
     tokens, heads, width = out.shape
     rows = b.padded_rows(tokens)
-    lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, rows)
+    lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, rows if b.tile.wide else 2 * rows)
     partial = lse.new_empty(b.q_rows, heads) if sinks is not None else None
     launch(
         hopper_sums.hopper_delta,
@@ -245,6 +245,7 @@ def launch_delta(
         BM=b.tile.queries,
         SINKS=sinks is not None,
         LSE=grad_lse is not None,
+        PAIRS=not b.tile.wide,
     )
     if sinks is None or partial is None:
         return lse_padded, delta, None
