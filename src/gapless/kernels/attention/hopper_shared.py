@@ -176,11 +176,12 @@ def weights_again(scores, lse, i, keys, masked, settings, F: gl.constexpr):
     if masked:
         # Limits of a row less what changes with the tile: a comparison with a constant for each column.
         column = gl.arange(0, F.BM, layout=gl.SliceLayout(0, accumulator(F.BM)))
+        fixed, of_thread = (column & ~6)[None, :], (column & 6)[None, :]
         ahead = shift + i * F.BM
         first = gl.where(key < key_count, key - ahead if F.CAUSAL else 0, _NEVER)
-        seen = column[None, :] >= first[:, None]
+        seen = fixed >= first[:, None] - of_thread
         if F.WINDOW:
-            seen = seen & (column[None, :] < (key - ahead + window)[:, None])
+            seen = seen & (fixed < (key - ahead + window)[:, None] - of_thread)
         weights = gl.where(seen, weights, 0.0)
     slope = 1 - bent * bent if F.SOFTCAP else bent
     return weights, slope
