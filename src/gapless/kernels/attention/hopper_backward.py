@@ -123,8 +123,8 @@ def _feed(fed, tile, base, met, F: gl.constexpr):
                 if used == 0:
                     mbarrier.wait(k_empty, (met & 1) ^ 1)
                     mbarrier.expect(k_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-                    load_tile(k_desc, keys, row, head // groups, k_full, k)
-                    load_tile(v_desc, keys, row, head // groups, k_full, v)
+                    load_tile(k_desc, keys, row, head // groups, k_full, k.index(0))
+                    load_tile(v_desc, keys, row, head // groups, k_full, v.index(0))
                 n = base + used
                 slot = n % F.STAGES
                 mbarrier.wait(grad_empty.index(slot), (n // F.STAGES & 1) ^ 1)
@@ -281,6 +281,9 @@ def _step(
     q, k, v, grad, lse, delta, grad_scores_room = rooms
     q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty = barriers
     dtype: gl.constexpr = q.dtype
+    # Index 0, which the compiler does not know: descriptors then are found anew in every step, in uniform registers.
+    unknown = (n < 0).to(gl.int32)
+    k, v = k.index(unknown), v.index(unknown)
     slot, q_slot, after = n % F.STAGES, (n + ahead) % F.STAGES, (n + ahead + 1) % F.STAGES
     mbarrier.wait(grad_full.index(slot), n // F.STAGES & 1)
     # dP^T - delta: the accumulator begins with -delta, which saves 1 operation in 5 and the registers of delta.
@@ -351,7 +354,7 @@ def _gradients(CONSUMER: gl.constexpr, taken, tile, base, met, F: gl.constexpr):
         mbarrier.wait(k_full, met & 1)
         slot = (base + met) % F.STAGES
         mbarrier.wait(q_full.index(slot), (base + met) // F.STAGES & 1)
-        scores = warpgroup_mma_wait(0, deps=[_start_scores(k, q.index(slot), CONSUMER, F)])
+        scores = warpgroup_mma_wait(0, deps=[_start_scores(k.index(0), q.index(slot), CONSUMER, F)])
         streams = (q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty)
         of_keys = (key, key_count, shift)
         full, numbers = (full_low, full_high), (scale2, softcap, window)
@@ -368,12 +371,12 @@ def _gradients(CONSUMER: gl.constexpr, taken, tile, base, met, F: gl.constexpr):
         mbarrier.arrive(q_empty.index((base + used + met) % F.STAGES))
         n = base + used - 1
         mbarrier.wait(ds_full.index(n % 3), n // 3 & 1)
-        part = _start_part(grad_scores.index(n % 3), k, CONSUMER, F)
+        part = _start_part(grad_scores.index(n % 3), k.index(0), CONSUMER, F)
         _give(warpgroup_mma_wait(0, deps=[part]), n, place, out, (out_full, out_empty), CONSUMER, F)
         named_barrier_wait(_MEETING, 256)  # both are done with all keys: gradients take their place
         keys = (key_start, key_count)
-        write_rows(grad_k * scale, results[0], k, keys, first_row, result, CONSUMER, F.D_HEAD, F.D, F)
-        write_rows(grad_v, results[1], v, keys, first_row, result, CONSUMER, F.V_HEAD, F.V, F)
+        write_rows(grad_k * scale, results[0], k.index(0), keys, first_row, result, CONSUMER, F.D_HEAD, F.D, F)
+        write_rows(grad_v, results[1], v.index(0), keys, first_row, result, CONSUMER, F.V_HEAD, F.V, F)
         tma_store_wait(0)
         mbarrier.arrive(k_empty)
     else:
@@ -417,8 +420,8 @@ def hopper_backward(
     LINES: gl.constexpr = _lines(F)
     queries = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.D], shared(F.BM, F.D, dtype))
     grads = gl.allocate_shared_memory(dtype, [F.STAGES, F.BM, F.V], shared(F.BM, F.V, dtype))
-    keys = gl.allocate_shared_memory(dtype, [F.KEYS, F.D], shared(F.KEYS, F.D, dtype))
-    values = gl.allocate_shared_memory(dtype, [F.KEYS, F.V], shared(F.KEYS, F.V, dtype))
+    keys = gl.allocate_shared_memory(dtype, [1, F.KEYS, F.D], shared(F.KEYS, F.D, dtype))
+    values = gl.allocate_shared_memory(dtype, [1, F.KEYS, F.V], shared(F.KEYS, F.V, dtype))
     grad_scores = gl.allocate_shared_memory(dtype, [3, F.KEYS, F.BM], shared(F.KEYS, F.BM, dtype))
     lses = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
     deltas = gl.allocate_shared_memory(gl.float32, [F.STAGES, 2 * F.BM], flat())
