@@ -178,8 +178,10 @@ def weights_again(scores, lse, i, keys, masked, settings, F: gl.constexpr):
         column = gl.arange(0, F.BM, layout=gl.SliceLayout(0, accumulator(F.BM)))
         fixed, of_thread = (column & ~6)[None, :], (column & 6)[None, :]
         ahead = shift + i * F.BM
-        first = gl.where(key < key_count, key - ahead if F.CAUSAL else 0, _NEVER)
-        seen = fixed >= first[:, None] - of_thread
+        if F.CAUSAL:
+            seen = fixed >= gl.where(key < key_count, key - ahead, _NEVER)[:, None] - of_thread
+        else:
+            seen = (key < key_count)[:, None]
         if F.WINDOW:
             seen = seen & (fixed < (key - ahead + window)[:, None] - of_thread)
         weights = gl.where(seen, weights, 0.0)
