@@ -179,13 +179,17 @@ class Backward(NamedTuple):
         """Queries per head in tiles of their own: documents begin at multiples of a tile."""
         return (tokens // self.tile.queries + self.count + 1) * self.tile.queries
 
+    def pairs(self, ordered: bool) -> bool:
+        """Whether -delta lies `in_pairs`: where shared memory holds it."""
+        return not self.tile.wide and (self.tile.queries == 64 or not ordered)
+
     def form(self, q: torch.Tensor, v: torch.Tensor, *, float32: bool, ordered: bool = False) -> hopper_shared.Form:
         """For q [Tq, N, D] and v [Tk, K, V]; `float32`: gradients of keys and values in float32."""
         d, width = (max(64, next_power_of_2(x.shape[2])) for x in (q, v))
         tile, (registers, few) = self.tile, _REGISTERS[2]
         return hopper_shared.Form(
             tile.queries, tile.keys, d, width, q.shape[2], v.shape[2], tile.stages, **self.masks,
-            ORDERED=ordered, FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
+            ORDERED=ordered, PAIRS=self.pairs(ordered), FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
         )  # fmt: skip
 
     def wide_form(self, q: torch.Tensor, v: torch.Tensor, *, float32: bool) -> wide_back.Form:
@@ -215,7 +219,7 @@ class Backward(NamedTuple):
             ragged_descriptor(k, tile.keys, form.D),
             ragged_descriptor(v, tile.keys, form.V),
             ragged_descriptor(grad, tile.queries, form.V),
-            *(plain_descriptor(x, (1, count * tile.queries)) for count, x in enumerate(rows, 1)),
+            *(plain_descriptor(x, (1, x.shape[1] // self.padded_rows(q.shape[0]) * tile.queries)) for x in rows),
         ]
 
 
@@ -226,11 +230,13 @@ def launch_delta(
     lse: torch.Tensor,
     grad_lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    *,
+    pairs: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Find LSE and -delta in padded places, float32 [N, rows], see `hopper_delta`, and the sinks' gradient [N]."""
     tokens, heads, width = out.shape
     rows = b.padded_rows(tokens)
-    lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, rows if b.tile.wide else 2 * rows)
+    lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, 2 * rows if pairs else rows)
     partial = lse.new_empty(b.q_rows, heads) if sinks is not None else None
     launch(
         hopper_sums.hopper_delta,
@@ -245,7 +251,7 @@ def launch_delta(
         BM=b.tile.queries,
         SINKS=sinks is not None,
         LSE=grad_lse is not None,
-        PAIRS=not b.tile.wide,
+        PAIRS=pairs,
     )
     if sinks is None or partial is None:
         return lse_padded, delta, None

@@ -68,6 +68,12 @@ def _half(F):
 
 
 @constexpr_function
+def _copies(F):
+    """Of -delta."""
+    return 2 if F.PAIRS else 1
+
+
+@constexpr_function
 def _lines(F):
     """Rows of the sums that a consumer's part of dQ takes."""
     return F.BM * F.D // 64
@@ -130,7 +136,7 @@ def _feed(fed, tile, base, met, F: gl.constexpr):
                 mbarrier.wait(grad_empty.index(slot), (n // F.STAGES & 1) ^ 1)
                 mbarrier.expect(grad_full.index(slot), grad_desc.block_type.nbytes + delta_desc.block_type.nbytes)
                 load_tile(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
-                load_numbers(delta_desc, head + other, 2 * (padded + i * F.BM), grad_full.index(slot), delta.index(slot), F)
+                load_numbers(delta_desc, head + other, _copies(F) * (padded + i * F.BM), grad_full.index(slot), delta.index(slot), F)
                 used += 1
         if used > 0:
             n = base + used + met
@@ -287,7 +293,11 @@ def _step(
     slot, q_slot, after = n % F.STAGES, (n + ahead) % F.STAGES, (n + ahead + 1) % F.STAGES
     mbarrier.wait(grad_full.index(slot), n // F.STAGES & 1)
     # dP^T - delta: the accumulator begins with -delta, which saves 1 operation in 5 and the registers of delta.
-    minus_delta = load_rows(delta.index(slot), F.BM)
+    if F.PAIRS:
+        minus_delta = load_rows(delta.index(slot), F.BM)
+    else:
+        minus_delta = load_columns(delta.index(slot), F.BM)[None, :]
+        minus_delta, _ = gl.broadcast(minus_delta, gl.full([_ROWS, F.BM], 0.0, gl.float32, accumulator(F.BM)))
     products = warpgroup_mma(own_rows(v, CONSUMER), grad.index(slot).permute((1, 0)), minus_delta, is_async=True)
     masked = (i < full[0]) | (i >= full[1])
     weights, slope = weights_again(scores, load_columns(lse.index(q_slot), F.BM), i, keys, masked, settings, F)
@@ -336,7 +346,7 @@ def _gradients(CONSUMER: gl.constexpr, taken, tile, base, met, F: gl.constexpr):
 
     From all queries that see them, head after head. `base` and `met` as for `_feed`.
     """
-    results, rooms, out, barriers, per_head, together, tokens, settings = taken
+    results, rooms, out, barriers, per_head, together, heads, tokens, settings = taken
     q, k, v, grad, _, _, grad_scores = rooms
     k_full, k_empty, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty = barriers
     scale, scale2, softcap, window = settings
@@ -375,16 +385,16 @@ def _gradients(CONSUMER: gl.constexpr, taken, tile, base, met, F: gl.constexpr):
         _give(warpgroup_mma_wait(0, deps=[part]), n, place, out, (out_full, out_empty), CONSUMER, F)
         named_barrier_wait(_MEETING, 256)  # both are done with all keys: gradients take their place
         keys = (key_start, key_count)
-        write_rows(grad_k * scale, results[0], k.index(0), keys, first_row, result, CONSUMER, F.D_HEAD, F.D, F)
-        write_rows(grad_v, results[1], v.index(0), keys, first_row, result, CONSUMER, F.V_HEAD, F.V, F)
+        write_rows(grad_k * scale, results[0], k.index(0), keys, first_row, result, heads, CONSUMER, F.D_HEAD, F.D, F)
+        write_rows(grad_v, results[1], v.index(0), keys, first_row, result, heads, CONSUMER, F.V_HEAD, F.V, F)
         tma_store_wait(0)
         mbarrier.arrive(k_empty)
     else:
         stop = gl.where(document >= 0, key_start + key_count, gl.where(document == TAIL, tokens, 0))
         if CONSUMER == 0:
-            clear_keys(results[0][1], begin, stop, result, F.D_HEAD, F.D, F)
+            clear_keys(results[0][1], begin, stop, result, heads, F.D_HEAD, F.D, F)
         else:
-            clear_keys(results[1][1], begin, stop, result, F.V_HEAD, F.V, F)
+            clear_keys(results[1][1], begin, stop, result, heads, F.V_HEAD, F.V, F)
     return used
 
 
@@ -424,7 +434,7 @@ def hopper_backward(
     values = gl.allocate_shared_memory(dtype, [1, F.KEYS, F.V], shared(F.KEYS, F.V, dtype))
     grad_scores = gl.allocate_shared_memory(dtype, [3, F.KEYS, F.BM], shared(F.KEYS, F.BM, dtype))
     lses = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
-    deltas = gl.allocate_shared_memory(gl.float32, [F.STAGES, 2 * F.BM], flat())
+    deltas = gl.allocate_shared_memory(gl.float32, [F.STAGES, _copies(F) * F.BM], flat())
     k_full, k_empty = new_barriers(1, 1).index(0), new_barriers(1, 2).index(0)
     q_full, q_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
     grad_full, grad_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
@@ -440,7 +450,7 @@ def hopper_backward(
     rooms = (queries, keys, values, grads, lses, deltas, grad_scores)
     if F.ORDERED:
         out = gl.allocate_shared_memory(gl.float32, [2, LINES, LINE], shared(LINES, LINE, gl.float32))
-        taken = (results, rooms, (out, None), streams, per_head, together, k_tokens, settings)
+        taken = (results, rooms, (out, None), streams, per_head, together, total // rows, k_tokens, settings)
         sent = (sums_desc, out, (out_full, out_empty), turns, per_head, together, window)
         gl.warp_specialize(
             [
@@ -454,7 +464,7 @@ def hopper_backward(
             [F.REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS],
         )
     else:
-        taken = (results, rooms, (None, sums), streams, per_head, together, k_tokens, settings)
+        taken = (results, rooms, (None, sums), streams, per_head, together, total // rows, k_tokens, settings)
         gl.warp_specialize(
             [
                 (_consume, (0, taken, news, F)),

@@ -39,6 +39,8 @@ class Form(NamedTuple):
     SOFTCAP: bool
     ORDERED: bool
     """Whether tiles of keys take turns at the queries' gradients."""
+    PAIRS: bool
+    """Whether -delta lies `in_pairs`, see `load_rows`, which takes 4 bytes more for a query of a tile."""
     FLOAT32: bool
     """Whether the gradients of keys and values are written in float32, to be added up."""
     REGISTERS: int
@@ -252,9 +254,8 @@ def seen_keys(query, key_count, first, window, BN: gl.constexpr, CAUSAL: gl.cons
 
 
 @gluon_jit
-def targets(pointer, token, head, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
+def targets(pointer, token, head, heads, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
     """Addresses of [64, COLUMNS] in a dense [Tk, heads, WIDTH], and which columns there are."""
-    heads = gl.num_programs(0) * gl.num_programs(2)
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, accumulator(COLUMNS)))
     target = pointer + (token.to(gl.int64) * heads + head)[:, None] * WIDTH + column[None, :]
     return target, (column < WIDTH)[None, :]
@@ -262,7 +263,7 @@ def targets(pointer, token, head, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon_jit
 def write_rows(
-    x, result, room, keys, row, head,
+    x, result, room, keys, row, head, heads,
     CONSUMER: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Write a consumer's 64 rows of a gradient, those beyond the document left out."""
@@ -270,7 +271,7 @@ def write_rows(
     start, count = keys
     if F.FLOAT32:
         rows = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, accumulator(COLUMNS)))
-        target, there = targets(pointer, start + rows, head, WIDTH, COLUMNS)
+        target, there = targets(pointer, start + rows, head, heads, WIDTH, COLUMNS)
         gl.store(target, x, mask=(rows < count)[:, None] & there)
     else:
         own_rows(room, CONSUMER).store(x.to(room.dtype))
@@ -281,11 +282,11 @@ def write_rows(
 
 @gluon_jit
 def clear_keys(
-    pointer, begin, tokens, head, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, F: gl.constexpr
+    pointer, begin, tokens, head, heads, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, F: gl.constexpr
 ):  # fmt: skip
     """Zeros for a program's keys from token `begin` on, up to the end of the stream."""
     for first in range(begin, gl.minimum(begin + F.KEYS, tokens), _ROWS):
         token = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, accumulator(COLUMNS)))
-        target, there = targets(pointer, token, head, WIDTH, COLUMNS)
+        target, there = targets(pointer, token, head, heads, WIDTH, COLUMNS)
         zeros = gl.full([_ROWS, COLUMNS], 0.0, pointer.dtype.element_ty, accumulator(COLUMNS))
         gl.store(target, zeros, mask=(token < tokens)[:, None] & there)

@@ -208,7 +208,7 @@ def _write_chunk(
     start, count = keys
     if F.FLOAT32:
         rows = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, accumulator(COLUMNS)))
-        target, there = targets(pointer + FIRST, start + rows, head, WIDTH, COLUMNS)
+        target, there = targets(pointer + FIRST, start + rows, head, gl.num_programs(0) * gl.num_programs(2), WIDTH, COLUMNS)
         if FIRST > 0:
             column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, accumulator(COLUMNS)))
             there = (column < WIDTH - FIRST)[None, :]
@@ -336,8 +336,9 @@ def hopper_wide_keys(
             (head, head // groups, result, together), (scale, scale2, softcap, window), F,
         )  # fmt: skip
     elif document == TAIL:
-        clear_keys(grad_k, begin, k_tokens, result, F.D_HEAD, F.D0 * parts(F.D1), F)
-        clear_keys(grad_v, begin, k_tokens, result, F.V_HEAD, F.V0 * parts(F.V1), F)
+        heads = gl.num_programs(0) * gl.num_programs(2)
+        clear_keys(grad_k, begin, k_tokens, result, heads, F.D_HEAD, F.D0 * parts(F.D1), F)
+        clear_keys(grad_v, begin, k_tokens, result, heads, F.V_HEAD, F.V0 * parts(F.V1), F)
 
 
 # ---- gradients of queries ----
