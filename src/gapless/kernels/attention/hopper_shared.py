@@ -246,10 +246,11 @@ def seen_keys(query, key_count, first, window, BN: gl.constexpr, CAUSAL: gl.cons
     By limits of a row less what changes with the tile: a comparison with a constant for each column.
     """
     column = gl.arange(0, BN, layout=gl.SliceLayout(0, accumulator(BN)))
+    fixed, of_thread = (column & ~6)[None, :], (column & 6)[None, :]
     stop = gl.minimum(query + 1, key_count) - first if CAUSAL else query * 0 + key_count - first
-    seen = column[None, :] < stop[:, None]
+    seen = fixed < stop[:, None] - of_thread
     if WINDOW:
-        seen = seen & (column[None, :] > (query - window - first)[:, None])
+        seen = seen & (fixed > (query - window - first)[:, None] - of_thread)
     return seen
 
 
