@@ -368,12 +368,18 @@ def _feed_queries(fed, F: gl.constexpr):
 
 
 @gluon_jit
-def _query_step(state, n, j, rooms, barriers, rows, full, settings, FIRST: gl.constexpr, F: gl.constexpr):
+def _query_step(
+    state, n, j, rooms, barriers, rows, full, settings,
+    CONSUMER: gl.constexpr, FIRST: gl.constexpr, F: gl.constexpr,
+):  # fmt: skip
     """Gradients of the scores of the j-th tile of keys, the n-th in all, beside the product of those before."""
     grad_q0, grad_q1, grad_scores = state
     q, k, v, grad = rooms
     k_full, k_empty, v_full, v_empty = barriers
     query, lse, minus_delta, key_count = rows
+    # An index that the compiler does not know: descriptors are found anew in every step, in uniform registers.
+    own = CONSUMER + gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    q, grad = at(q, own), at(grad, own)
     scale2, softcap, window = settings
     slot = n % F.STAGES
     before = (n - 1) % F.STAGES
@@ -441,19 +447,20 @@ def _consume_for_queries(CONSUMER: gl.constexpr, taken, F: gl.constexpr):
         gl.load(delta + padded + in_fours(rows), mask=there, other=0.0),
         key_count,
     )
-    mine, own = (at(q, CONSUMER), k, v, at(grad, CONSUMER)), (k_full, k_empty, v_full, v_empty)
+    mine, own = (q, k, v, grad), (k_full, k_empty, v_full, v_empty)
     mbarrier.wait(q_full.index(CONSUMER), 0)
     grad_q0, grad_q1 = no_sums(_ROWS, F.D0, F.D1)
     state = (grad_q0, grad_q1, gl.full([_ROWS, _ROWS], 0.0, gl.float32, accumulator(_ROWS)))
-    state = _query_step(state, 0, low, mine, own, of_rows, full, settings, True, F)
+    state = _query_step(state, 0, low, mine, own, of_rows, full, settings, CONSUMER, True, F)
     for n in range(1, high - low):
-        state = _query_step(state, n, low + n, mine, own, of_rows, full, settings, False, F)
+        state = _query_step(state, n, low + n, mine, own, of_rows, full, settings, CONSUMER, False, F)
     grad_q0, grad_q1, grad_scores = state
     ds = _operand(grad_scores, q[0].dtype, F.D0)
     grad_q0, grad_q1 = start_sums(ds, at(k, (high - low - 1) % F.STAGES), grad_q0, grad_q1, F.D1)
     grad_q0, grad_q1 = wait_for_sums(ds, grad_q0, grad_q1, F.D1)
-    _put_queries(grad_q0 * scale, grad_q1 * scale, mine[0], F)
-    _send_queries(descs, mine[0], queries, row, head, F)
+    room = at(q, CONSUMER)
+    _put_queries(grad_q0 * scale, grad_q1 * scale, room, F)
+    _send_queries(descs, room, queries, row, head, F)
     tma_store_wait(0)
 
 
