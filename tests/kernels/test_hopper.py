@@ -227,14 +227,14 @@ def test_all_of_the_backward_fits_shared_memory():
         if tile.wide:
             d_columns, v_columns = sum(hopper.chunks(d)), sum(hopper.chunks(v))
             columns = d_columns + v_columns
-            of_keys = columns * (tile.stages * tile.queries + tile.keys) + 2 * tile.keys * tile.queries
+            of_keys = columns * (tile.stages * tile.queries + tile.keys) + 4 * tile.keys * tile.queries
             of_queries = columns * 2 * 64 + 64 * (tile.stages * d_columns + tile.value_stages * v_columns)
             assert 2 * max(of_keys, of_queries) + 4 * 2 * tile.stages * tile.queries + 1024 <= SHARED_MEMORY[90], (d, v)
             continue
         columns = sum(max(64, next_power_of_2(dim)) for dim in (d, v))
         half = max(d, v) if tile.queries == 128 else (64 if d > 64 else 32)
-        elements = columns * (tile.stages * tile.queries + tile.keys) + 2 * tile.keys * tile.queries
-        numbers = 2 * 64 * max(half, 32) + 2 * tile.stages * tile.queries
+        elements = columns * (tile.stages * tile.queries + tile.keys) + 3 * tile.keys * tile.queries
+        numbers = 2 * 64 * max(half, 32) + (3 if tile.queries == 64 else 2) * tile.stages * tile.queries
         assert 2 * elements + 4 * numbers + 1024 <= SHARED_MEMORY[90], (d, v)
 
 

@@ -136,7 +136,14 @@ def _feed(fed, tile, base, met, F: gl.constexpr):
                 mbarrier.wait(grad_empty.index(slot), (n // F.STAGES & 1) ^ 1)
                 mbarrier.expect(grad_full.index(slot), grad_desc.block_type.nbytes + delta_desc.block_type.nbytes)
                 load_tile(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
-                load_numbers(delta_desc, head + other, _copies(F) * (padded + i * F.BM), grad_full.index(slot), delta.index(slot), F)
+                load_numbers(
+                    delta_desc,
+                    head + other,
+                    _copies(F) * (padded + i * F.BM),
+                    grad_full.index(slot),
+                    delta.index(slot),
+                    F,
+                )
                 used += 1
         if used > 0:
             n = base + used + met

@@ -208,7 +208,8 @@ def _write_chunk(
     start, count = keys
     if F.FLOAT32:
         rows = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, accumulator(COLUMNS)))
-        target, there = targets(pointer + FIRST, start + rows, head, gl.num_programs(0) * gl.num_programs(2), WIDTH, COLUMNS)
+        heads = gl.num_programs(0) * gl.num_programs(2)
+        target, there = targets(pointer + FIRST, start + rows, head, heads, WIDTH, COLUMNS)
         if FIRST > 0:
             column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, accumulator(COLUMNS)))
             there = (column < WIDTH - FIRST)[None, :]
@@ -378,7 +379,8 @@ def _query_step(
     k_full, k_empty, v_full, v_empty = barriers
     query, lse, minus_delta, key_count = rows
     # An index that the compiler does not know: descriptors are found anew in every step, in uniform registers.
-    own = CONSUMER + gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    zero = gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    own = CONSUMER + zero
     q, grad = at(q, own), at(grad, own)
     scale2, softcap, window = settings
     slot = n % F.STAGES
