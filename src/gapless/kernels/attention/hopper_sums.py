@@ -84,12 +84,10 @@ def hopper_delta(
 
 
 @jit
-def _place_in_parts(row, column, COLUMNS: tl.constexpr):
-    """Where among 64 queries of dQ, in parts of as many columns, `in_lines` put a number."""
-    part, column = column // COLUMNS, column % COLUMNS
-    thread = row % 8 * 4 + column % 8 // 2
-    four = (row // 16 * (COLUMNS // 8) + column // 8) * 32 + thread
-    return part * (64 * COLUMNS) + four * 4 + row // 8 % 2 * 2 + column % 2
+def _out_of_parts(x, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of 64 queries of dQ, in parts of as many columns `in_lines`, [64, PARTS COLUMNS]."""
+    threads = x.reshape(PARTS, 4, COLUMNS // 8, 8, 4, 2, 2).permute(1, 5, 3, 0, 2, 4, 6)
+    return threads.reshape(64, PARTS * COLUMNS)
 
 
 @jit(do_not_specialize=(*PER_BATCH, "rows"))
@@ -105,11 +103,12 @@ def hopper_queries(
         row = begin - start
         place = _padded(document, start, rows, head, BM)
         column = tl.arange(0, DP)
-        inside = _place_in_parts(tl.arange(0, 64)[:, None], column[None, :], DP // 2 if BM == 64 else DP)
+        PARTS: tl.constexpr = 2 if BM == 64 else 1
         for first in range(row, tl.minimum(row + QT, count), 64):
             query = first + tl.arange(0, 64)
             here = query < count
-            x = tl.load(accumulator + (place + first) * DP + inside, mask=here[:, None], other=0.0)
+            x = tl.load(accumulator + (place + first) * DP + tl.arange(0, 64 * DP))
+            x = _out_of_parts(x, PARTS, DP // PARTS)
             token = start.to(tl.int64) + query
             target = grad_q + token[:, None] * stride_t + column[None, :]
             mask = here[:, None] & (column < D)[None, :]
