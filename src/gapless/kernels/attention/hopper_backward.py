@@ -10,9 +10,8 @@ One warp, the producer, copies in. Programs are persistent: see `hopper_order`.
 
 Tiles of keys add to the same queries, to sums in global memory. In any order they do so from registers. For the same
 bits every time two further warps, the senders, have the copy engine add in turn: a counter for each tile of queries and
-head says how many have added. Turns go by the index of the tile of keys, the order in which programs take those of a
-document, so nobody waits for one that is not there. (That programs start in the order of the grid is seen on all GPUs,
-and relied on by others, but not in CUDA's specification.)
+head says how many have added. Turns go by the index of the tile of keys, the order in which programs that run take those
+of a document, so nobody waits for one that is not there, however many programs run at a time.
 
 The sums have queries in tiles of their own (`hopper_sums`), whatever the place of their document in the stream.
 """
@@ -157,12 +156,12 @@ def _feed(fed, tile, base, met, F: gl.constexpr):
 @gluon_jit
 def _produce(fed, news, order, documents, counter, total, F: gl.constexpr):
     """Feed the consumers, tile after tile."""
-    number = gl.program_id(0)
-    tile = look_up(number, order, documents)
+    number = next_number(counter)
+    tile = look_up(number % total, order, documents)
     n, base, met = 0, 0, 0
     while number < total:
         tell(tile, n, news)
-        number = next_number(counter) + gl.num_programs(0)
+        number = next_number(counter)
         used = _feed(fed, tile, base, met, F)
         base += used
         met += (used > 0).to(gl.int32)

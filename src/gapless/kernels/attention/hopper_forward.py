@@ -136,13 +136,13 @@ def _feed(fed, tile, base, attended, F: gl.constexpr):
 @gluon_jit
 def _produce(fed, told, order, documents, counter, total, F: gl.constexpr):
     """Feed the consumers, tile after tile."""
-    number = gl.program_id(0)
-    tile = look_up(number, order, documents)
     if F.PERSISTENT:
+        number = next_number(counter)
+        tile = look_up(number % total, order, documents)
         n, base, attended = 0, 0, 0
         while number < total:
             tell(tile, n, told)
-            number = next_number(counter) + gl.num_programs(0)
+            number = next_number(counter)
             used = _feed(fed, tile, base, attended, F)
             base += used
             attended += (used > 0).to(gl.int32)
@@ -150,7 +150,7 @@ def _produce(fed, told, order, documents, counter, total, F: gl.constexpr):
             tile = look_up(number % total, order, documents)
         tell_end(n, told)
     else:
-        _feed(fed, tile, 0, 0, F)
+        _feed(fed, look_up(gl.program_id(0), order, documents), 0, 0, F)
 
 
 # ---- the consumers ----
