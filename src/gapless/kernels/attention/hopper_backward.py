@@ -10,7 +10,7 @@ One warp, the producer, copies in. Programs are persistent: see `hopper_order`.
 
 Tiles of keys add to the same queries, to sums in global memory. In any order they do so from registers. For the same
 bits every time two further warps, the senders, have the copy engine add in turn: a counter for each tile of queries and
-head says how many have added. Turns go by the index of the tile of keys, the order in which programs that run take those
+head says how many have added. Turns go by the index of the tile of keys, the order in which running programs take those
 of a document, so nobody waits for one that is not there, however many programs run at a time.
 
 The sums have queries in tiles of their own (`hopper_sums`), whatever the place of their document in the stream.
