@@ -26,40 +26,31 @@ QUICK_ARCHITECTURES = (86, 90)
 QUICK_CASES = tuple({name.split(".")[0]: name for name in reversed(CASES)}.values())
 """What `make test` compiles: the first case of each operation."""
 
-THREE = "three consumers have 160 registers each, mostly in masked tiles, with Triton 3.9 (3.6: 120 at most)"
-GRADIENTS = "two gradients, scores and a part of dQ fill the registers; what is stored are addresses"
-WIDE = "products of 64 x 128 fill the registers; with Triton 3.6 24 to 464"
-HALVES = "gradients of 64 x 256 are half of all registers; most with Triton 3.9"
+THREE = "three consumers have 160 registers each: masked tiles, with Triton 3.9 alone but for packed heads"
+GRADIENTS = (
+    "two gradients, scores and a part of dQ fill the registers; what is stored are addresses, outside of the loops"
+)
+HALVES = "gradients of 64 x 256 are half of all registers"
 STACK: dict[str, tuple[int, str]] = {
     "skinny._project_kernel": (16, "on sm_100 and sm_120 with Triton 3.9: ptxas trades four registers for a block"),
     "attention.flash_forward.flash_forward": (72, "output, scores and weights fill the registers"),
     "flash.256 attention.flash_forward.flash_forward": (128, "the same, of 256 features"),
     "flash.fallback attention.flash_forward.flash_forward": (128, "the same, of 256 features"),
-    "attention.hopper_forward.hopper_forward": (48, "persistent programs keep their place, mostly with Triton 3.9"),
-    "flash.features attention.hopper_forward.hopper_forward": (96, "the softcap, too"),
-    "flash.64 attention.hopper_forward.hopper_forward": (184, THREE),
-    "flash.hopper-8 attention.hopper_forward.hopper_forward": (120, THREE),
-    "flash.hopper-fp16 attention.hopper_forward.hopper_forward": (184, THREE),
-    "flash.hopper-sinks attention.hopper_forward.hopper_forward": (240, THREE),
-    "flash.hopper-features-64 attention.hopper_forward.hopper_forward": (384, THREE),
-    "flash.hopper-packed-features-64 attention.hopper_forward.hopper_forward": (376, THREE),
-    "flash.hopper-ordered-window attention.hopper_forward.hopper_forward": (240, THREE),
-    "flash.hopper-few-tokens-64 attention.hopper_forward.hopper_forward": (120, THREE),
-    "attention.hopper_backward.hopper_backward": (136, GRADIENTS),
-    "flash.64 attention.hopper_backward.hopper_backward": (256, WIDE),
-    "flash.hopper-fp16 attention.hopper_backward.hopper_backward": (288, WIDE),
-    "flash.hopper-8 attention.hopper_backward.hopper_backward": (272, WIDE),
-    "flash.hopper-sinks attention.hopper_backward.hopper_backward": (280, WIDE),
-    "flash.hopper-ordered-window attention.hopper_backward.hopper_backward": (296, WIDE),
-    "flash.hopper-features-64 attention.hopper_backward.hopper_backward": (616, WIDE + "; the softcap's slope, too"),
-    "flash.hopper-features-96 attention.hopper_backward.hopper_backward": (280, GRADIENTS + "; the slope, too"),
-    "flash.hopper-softcap attention.hopper_backward.hopper_backward": (280, GRADIENTS + "; the slope, too"),
-    "flash.features attention.hopper_backward.hopper_backward": (208, GRADIENTS + "; the slope, too"),
-    "attention.hopper_wide.hopper_wide_keys": (112, HALVES + " (3.6: 48)"),
-    "attention.hopper_wide.hopper_wide_queries": (288, HALVES + " (3.6: 72)"),
-    "flash.256 attention.hopper_wide.hopper_wide_queries": (616, HALVES + " (3.6: 280)"),
-    "flash.hopper-256 attention.hopper_wide.hopper_wide_queries": (608, HALVES + " (3.6: 280)"),
-    "flash.hopper-features-256 attention.hopper_wide.hopper_wide_queries": (688, HALVES + "; the slope, too"),
+    "attention.hopper_forward.hopper_forward": (56, THREE),
+    "flash.hopper-features-64 attention.hopper_forward.hopper_forward": (104, THREE),
+    "flash.hopper-packed-features-64 attention.hopper_forward.hopper_forward": (80, THREE),
+    "attention.hopper_backward.hopper_backward": (128, GRADIENTS),
+    "flash.hopper-features-64 attention.hopper_backward.hopper_backward": (
+        344,
+        GRADIENTS + "; the softcap's slope, too",
+    ),
+    "flash.hopper-features-96 attention.hopper_backward.hopper_backward": (208, GRADIENTS + "; the slope, too"),
+    "flash.hopper-softcap attention.hopper_backward.hopper_backward": (208, GRADIENTS + "; the slope, too"),
+    "flash.features attention.hopper_backward.hopper_backward": (160, GRADIENTS + "; the slope, too"),
+    "attention.hopper_sums.hopper_delta": (8, "with Triton 3.9 alone"),
+    "attention.hopper_wide.hopper_wide_keys": (40, HALVES),
+    "attention.hopper_wide.hopper_wide_queries": (136, HALVES),
+    "flash.hopper-features-256 attention.hopper_wide.hopper_wide_queries": (224, HALVES + "; the slope, too"),
     "attention.flash_backward.flash_keys": (136, "two gradients and two products fill the registers"),
     "flash.64 attention.flash_backward.flash_keys": (160, "tiles of 64 x 64 without wgmma have operands there, too"),
     "attention.flash_backward.flash_delta": (24, "on sm_100 with Triton 3.6 alone"),
