@@ -28,7 +28,7 @@ QUICK_CASES = tuple({name.split(".")[0]: name for name in reversed(CASES)}.value
 
 THREE = "three consumers have 160 registers each: masked tiles, with Triton 3.9 alone but for packed heads"
 GRADIENTS = (
-    "two gradients, scores and a part of dQ fill the registers; what is stored are addresses, outside of the loops"
+    "two gradients, scores and a part of dQ fill the registers; mostly addresses are stored, outside of loops"
 )
 HALVES = "gradients of 64 x 256 are half of all registers"
 STACK: dict[str, tuple[int, str]] = {
