@@ -27,9 +27,7 @@ QUICK_CASES = tuple({name.split(".")[0]: name for name in reversed(CASES)}.value
 """What `make test` compiles: the first case of each operation."""
 
 THREE = "three consumers have 160 registers each: masked tiles, with Triton 3.9 alone but for packed heads"
-GRADIENTS = (
-    "two gradients, scores and a part of dQ fill the registers; mostly addresses are stored, outside of loops"
-)
+GRADIENTS = "two gradients, scores and a part of dQ fill the registers; mostly addresses are stored, outside of loops"
 HALVES = "gradients of 64 x 256 are half of all registers"
 STACK: dict[str, tuple[int, str]] = {
     "skinny._project_kernel": (16, "on sm_100 and sm_120 with Triton 3.9: ptxas trades four registers for a block"),
