@@ -33,18 +33,19 @@ def look_up(number, order, documents):
 
 @gluon_jit
 def next_number(counter):
-    """Take a number from a counter in memory, for a warp: one thread asks, and tells the others."""
+    """Take a number from a counter in memory, for a warp.
+
+    All threads add, 1 or 0: of one thread's atomic under a predicate ptxas 12.8 made a branch, which in a kernel ended
+    nowhere, so that 31 threads went on without the first, and all waited for ever.
+    """
     lane = gl.arange(0, _WARP, layout=gl.BlockedLayout([1], [32], [1], [0]))
     number = gl.inline_asm_elementwise(
         """{
-        .reg .pred first;
         .reg .b32 found;
-        setp.eq.s32 first, $2, 0;
-        mov.b32 found, 0;
-        @first atom.global.add.u32 found, [$1], 1;
+        atom.global.add.u32 found, [$1], $2;
         shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff;
         }""",
-        "=r,l,r", [counter + lane * 0, lane], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l,r", [counter + lane * 0, (lane == 0).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     return gl.max(number, 0)
 
