@@ -142,7 +142,7 @@ def test_gradients_are_taken_from_their_parts(queries, table, dim, columns):
     lse, grad_lse, sinks = torch.randn(heads, tokens), torch.randn(tokens, heads), torch.randn(heads)
     lse[:, 75] = -torch.inf
     with forced("triton"):
-        *padded, grad_sinks = hopper.launch_delta(b, out, grad, lse, grad_lse, sinks, pairs=True)
+        *padded, grad_sinks = hopper.launch_delta(b, out, grad, lse, grad_lse, sinks)
         # Of 16 numbers in a row, 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15; and 0 1 0 1 2 3 2 3.
         lse_padded = padded[0].unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).reshape(padded[0].shape)
         copies = [x.flatten(1) for x in padded[1].unflatten(1, (-1, 2, 2)).unbind(2)]

@@ -429,7 +429,7 @@ def _hopper_backward(
             x.zero_()
     if call.q_segments.has_gaps:
         grad_q.zero_()
-    *rows, grad_sinks = hopper.launch_delta(given, out, grad, lse, grad_lse, sinks, pairs=given.pairs(call.ordered))
+    *rows, grad_sinks = hopper.launch_delta(given, out, grad, lse, grad_lse, sinks)
     tensors = (q, k, v, grad, *rows)
     grid = _grid(k_tables.backward, k_tables.backward_used, heads // together, 1, (q, grad), together)
     if tile.wide:

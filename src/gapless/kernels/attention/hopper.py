@@ -179,9 +179,10 @@ class Backward(NamedTuple):
         """Queries per head in tiles of their own: documents begin at multiples of a tile."""
         return (tokens // self.tile.queries + self.count + 1) * self.tile.queries
 
-    def pairs(self, ordered: bool) -> bool:
+    @property
+    def pairs(self) -> bool:
         """Whether -delta lies `in_pairs`: where shared memory holds it."""
-        return not self.tile.wide and (self.tile.queries == 64 or not ordered)
+        return not self.tile.wide and self.tile.queries == 64
 
     def form(self, q: torch.Tensor, v: torch.Tensor, *, float32: bool, ordered: bool = False) -> hopper_shared.Form:
         """For q [Tq, N, D] and v [Tk, K, V]; `float32`: gradients of keys and values in float32."""
@@ -189,7 +190,7 @@ class Backward(NamedTuple):
         tile, (registers, few) = self.tile, _REGISTERS[2]
         return hopper_shared.Form(
             tile.queries, tile.keys, d, width, q.shape[2], v.shape[2], tile.stages, **self.masks,
-            ORDERED=ordered, PAIRS=self.pairs(ordered), FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
+            ORDERED=ordered, PAIRS=self.pairs, FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
         )  # fmt: skip
 
     def wide_form(self, q: torch.Tensor, v: torch.Tensor, *, float32: bool) -> wide_back.Form:
@@ -230,13 +231,11 @@ def launch_delta(
     lse: torch.Tensor,
     grad_lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    *,
-    pairs: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Find LSE and -delta in padded places, float32 [N, rows], see `hopper_delta`, and the sinks' gradient [N]."""
     tokens, heads, width = out.shape
     rows = b.padded_rows(tokens)
-    lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, 2 * rows if pairs else rows)
+    lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, 2 * rows if b.pairs else rows)
     partial = lse.new_empty(b.q_rows, heads) if sinks is not None else None
     launch(
         hopper_sums.hopper_delta,
@@ -251,7 +250,7 @@ def launch_delta(
         BM=b.tile.queries,
         SINKS=sinks is not None,
         LSE=grad_lse is not None,
-        PAIRS=pairs,
+        PAIRS=b.pairs,
     )
     if sinks is None or partial is None:
         return lse_padded, delta, None
@@ -291,7 +290,7 @@ def launch_backward(
         back.hopper_backward,
         (min(total, multiprocessors(q.device)),),
         q.device,
-        *(*b.descriptors(tensors, form), plain_descriptor(sums.view(-1, 32), (tile.queries * form.D // 64, 32)), sums),
+        *(*b.descriptors(tensors, form), plain_descriptor(sums.view(-1, 32), (tile.queries * form.D // 64, 32))),
         *(*_results(results, form), turns, turns.new_zeros(1), b.k_table, *b.documents, *b.numbers),
         *(k.shape[0], heads // k.shape[1], together, rows // tile.queries, used, section, total),
         F=form,

@@ -8,10 +8,11 @@ at the next tile of queries: five products in all, and the consumers may be most
 while the other finds weights. The scores of the next queries are started before dQ is taken out of the accumulators.
 One warp, the producer, copies in. Programs are persistent: see `hopper_order`.
 
-Tiles of keys add to the same queries, to sums in global memory. In any order they do so from registers. For the same
-bits every time two further warps, the senders, have the copy engine add in turn: a counter for each tile of queries and
-head says how many have added. Turns go by the index of the tile of keys, the order in which running programs take those
-of a document, so nobody waits for one that is not there, however many programs run at a time.
+Tiles of keys add to the same queries, to sums in global memory: two further warps, the senders, have the copy engine
+add what the consumers leave in shared memory. Added from registers instead, four numbers at a time, it took 4 to 13 %
+longer. For the same bits every time they add in turn: a counter for each tile of queries and head says how many have
+added. Turns go by the index of the tile of keys, the order in which running programs take those of a document, so
+nobody waits for one that is not there, however many programs run at a time.
 
 The sums have queries in tiles of their own (`hopper_sums`), whatever the place of their document in the stream.
 """
@@ -161,11 +162,12 @@ def _produce(fed, news, order, documents, counter, total, F: gl.constexpr):
     n, base, met = 0, 0, 0
     while number < total:
         tell(tile, n, news)
-        number = next_number(counter)
         used = _feed(fed, tile, base, met, F)
         base += used
         met += (used > 0).to(gl.int32)
         n += 1
+        # Not before: it would wait for a program with a long tile. 440 TFLOP/s for 375 on packed documents.
+        number = next_number(counter)
         tile = look_up(number % total, order, documents)
     tell_end(n, news)
 
@@ -203,15 +205,18 @@ def _send(SENDER: gl.constexpr, sent, news, F: gl.constexpr):
                 first = _first_place(tile, other, per_head, together, F)
                 for i in range(low, high):
                     if n % 2 == SENDER:
-                        turn = _turn(i, row // F.KEYS, tile[7], window, F)
-                        wait_for_value(turns + first + i, turn)
+                        turn = 0
+                        if F.ORDERED:
+                            turn = _turn(i, row // F.KEYS, tile[7], window, F)
+                            wait_for_value(turns + first + i, turn)
                         mbarrier.wait(full.index(SENDER), n // 2 & 1)
                         line = (first + i) * (2 * LINES)
                         tma_add(desc, [line, 0], room.index(0))
                         tma_add(desc, [line + LINES, 0], room.index(1))
                         tma_store_wait(0)
                         mbarrier.arrive(empty.index(SENDER))
-                        release_after_tma(turns + first + i, turn + 1)
+                        if F.ORDERED:
+                            release_after_tma(turns + first + i, turn + 1)
                     n += 1
         t += 1
         tile = hear(t, news, 1)
@@ -234,30 +239,6 @@ def _start_part(grad_scores, k, CONSUMER: gl.constexpr, F: gl.constexpr):
     return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
 
 
-@constexpr_function
-def _fours_of_part(HALF):
-    """Layout of `in_lines` in one row, with a thread's numbers in order."""
-    columns = [[1], [2], *([128 << bit] for bit in range((HALF // 8).bit_length() - 1))]
-    warps = [[16 * HALF], [32 * HALF]]
-    return gl.DistributedLinearLayout(columns, [[4], [8], [16], [32], [64]], warps, [], [64 * HALF])
-
-
-@gluon_jit
-def _add_part(part, sums, place, CONSUMER: gl.constexpr, F: gl.constexpr):
-    """Add a part of dQ to the sums from registers, four numbers at a time."""
-    SIZE: gl.constexpr = _ROWS * _half(F)
-    layout: gl.constexpr = _fours_of_part(_half(F))
-    fours = gl.convert_layout(in_lines(part).reshape([SIZE]), layout)
-    address = sums + (place.to(gl.int64) * 2 + CONSUMER) * SIZE + gl.arange(0, SIZE, layout=layout)
-    gl.inline_asm_elementwise(
-        """
-        red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};
-        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
-        """,
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [address.to(gl.int64), fours], dtype=gl.int32, is_pure=False, pack=4,
-    )  # fmt: skip
-
-
 @gluon_jit
 def _hand_over(part, n, room, barriers, CONSUMER: gl.constexpr):
     """Give the n-th part of dQ to the senders."""
@@ -270,27 +251,17 @@ def _hand_over(part, n, room, barriers, CONSUMER: gl.constexpr):
 
 
 @gluon_jit
-def _give(part, n, place, out, barriers, CONSUMER: gl.constexpr, F: gl.constexpr):
-    """Have the n-th part of dQ, of the tile of queries at `place`, added to the sums."""
-    room, sums = out
-    if F.ORDERED:
-        _hand_over(part, n, room, barriers, CONSUMER)
-    else:
-        _add_part(part, sums, place, CONSUMER, F)
-
-
-@gluon_jit
 def _step(
-    state, n, i, ahead, before, rooms, out, barriers, keys, full, settings,
+    state, n, i, ahead, rooms, barriers, keys, full, settings,
     CONSUMER: gl.constexpr, FIRST: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Gradients from the i-th tile of queries, the n-th in all, whose scores are there; then the scores of the next.
 
-    A consumer's part of dQ, from all keys, is that of the tile at the place `before`: the other's half of dS has long
-    been there. Queries are in slots `ahead` further than n: see `_feed`.
+    A consumer's part of dQ, from all keys, is that of the tile before: the other's half of dS has long been there.
+    Queries are in slots `ahead` further than n: see `_feed`.
     """
     grad_k, grad_v, scores = state
-    q, k, v, grad, lse, delta, grad_scores_room = rooms
+    q, k, v, grad, lse, delta, grad_scores_room, out = rooms
     q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty = barriers
     dtype: gl.constexpr = q.dtype
     # Index 0, which the compiler does not know: descriptors then are found anew in every step, in uniform registers.
@@ -308,8 +279,12 @@ def _step(
     masked = (i < full[0]) | (i >= full[1])
     weights, slope = weights_again(scores, load_columns(lse.index(q_slot), F.BM), i, keys, masked, settings, F)
     p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, accumulator(F.V), 2))
-    products = warpgroup_mma_wait(0, deps=[products])
-    grad_v = warpgroup_mma(p, grad.index(slot), grad_v, is_async=True)
+    if F.BM == 64:  # 528 TFLOP/s for 510; with 128 queries registers spill
+        grad_v = warpgroup_mma(p, grad.index(slot), grad_v, is_async=True)
+        products = warpgroup_mma_wait(1, deps=[products])
+    else:
+        products = warpgroup_mma_wait(0, deps=[products])
+        grad_v = warpgroup_mma(p, grad.index(slot), grad_v, is_async=True)
     weights = weights * products
     if F.SOFTCAP:
         weights = weights * slope
@@ -335,7 +310,7 @@ def _step(
     scores = _start_scores(k, q.index(after), CONSUMER, F)
     if not FIRST:
         part = warpgroup_mma_wait(1, deps=[part])  # pyrefly: ignore
-        _give(part, n - 1, before, out, (out_full, out_empty), CONSUMER, F)
+        _hand_over(part, n - 1, out, (out_full, out_empty), CONSUMER)
     # Not carried into the next step unfinished: ptxas then serialises all products (note C7514).
     return grad_k, grad_v, warpgroup_mma_wait(0, deps=[scores])
 
@@ -352,8 +327,8 @@ def _gradients(CONSUMER: gl.constexpr, taken, tile, base, met, F: gl.constexpr):
 
     From all queries that see them, head after head. `base` and `met` as for `_feed`.
     """
-    results, rooms, out, barriers, per_head, together, heads, tokens, settings = taken
-    q, k, v, grad, _, _, grad_scores = rooms
+    results, rooms, barriers, together, heads, tokens, settings = taken
+    q, k, v, grad, _, _, grad_scores, out = rooms
     k_full, k_empty, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty = barriers
     scale, scale2, softcap, window = settings
     document, begin, result, _, _, key_start, key_count, shift = tile
@@ -375,20 +350,17 @@ def _gradients(CONSUMER: gl.constexpr, taken, tile, base, met, F: gl.constexpr):
         of_keys = (key, key_count, shift)
         full, numbers = (full_low, full_high), (scale2, softcap, window)
         state = (grad_k, grad_v, scores)
-        place = _first_place(tile, 0, per_head, together, F) + low
-        state = _step(state, base, low, met, place, rooms, out, streams, of_keys, full, numbers, CONSUMER, True, F)
+        state = _step(state, base, low, met, rooms, streams, of_keys, full, numbers, CONSUMER, True, F)
         i = low
         for n in range(base + 1, base + used):
-            last = i + 1 == high
-            i = gl.where(last, low, i + 1)
-            state = _step(state, n, i, met, place, rooms, out, streams, of_keys, full, numbers, CONSUMER, False, F)
-            place += gl.where(last, per_head - (high - 1 - low), 1)
+            i = gl.where(i + 1 == high, low, i + 1)
+            state = _step(state, n, i, met, rooms, streams, of_keys, full, numbers, CONSUMER, False, F)
         grad_k, grad_v, scores = state
         mbarrier.arrive(q_empty.index((base + used + met) % F.STAGES))
         n = base + used - 1
         mbarrier.wait(ds_full.index(n % 3), n // 3 & 1)
         part = _start_part(grad_scores.index(n % 3), k.index(0), CONSUMER, F)
-        _give(warpgroup_mma_wait(0, deps=[part]), n, place, out, (out_full, out_empty), CONSUMER, F)
+        _hand_over(warpgroup_mma_wait(0, deps=[part]), n, out, (out_full, out_empty), CONSUMER)
         named_barrier_wait(_MEETING, 256)  # both are done with all keys: gradients take their place
         keys = (key_start, key_count)
         write_rows(grad_k * scale, results[0], k.index(0), keys, first_row, result, heads, CONSUMER, F.D_HEAD, F.D, F)
@@ -422,7 +394,7 @@ def _consume(CONSUMER: gl.constexpr, taken, news, F: gl.constexpr):
 
 @gluon_jit(do_not_specialize=(*PER_BATCH, "per_head", "counter", "rows", "section", "total"))
 def hopper_backward(
-    q, k, v, grad, lse, delta, sums_desc, sums, grad_k_desc, grad_v_desc, grad_k, grad_v, turns, counter,
+    q, k, v, grad, lse, delta, sums, grad_k_desc, grad_v_desc, grad_k, grad_v, turns, counter,
     table, q_start, q_used, q_offset, k_start, k_used, k_offset, scale, scale2, softcap, window,
     k_tokens, groups, together, per_head, rows, section, total, F: gl.constexpr,
 ):  # fmt: skip
@@ -439,44 +411,33 @@ def hopper_backward(
     keys = gl.allocate_shared_memory(dtype, [1, F.KEYS, F.D], shared(F.KEYS, F.D, dtype))
     values = gl.allocate_shared_memory(dtype, [1, F.KEYS, F.V], shared(F.KEYS, F.V, dtype))
     grad_scores = gl.allocate_shared_memory(dtype, [3, F.KEYS, F.BM], shared(F.KEYS, F.BM, dtype))
+    out = gl.allocate_shared_memory(gl.float32, [2, LINES, LINE], shared(LINES, LINE, gl.float32))
     lses = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
     deltas = gl.allocate_shared_memory(gl.float32, [F.STAGES, _copies(F) * F.BM], flat())
     k_full, k_empty = new_barriers(1, 1).index(0), new_barriers(1, 2).index(0)
     q_full, q_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
     grad_full, grad_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
     ds_full, out_full, out_empty = new_barriers(3, 2), new_barriers(2, 2), new_barriers(2, 1)
-    news = new_news(4 if F.ORDERED else 2)
+    news = new_news(4)
     order, documents = (table, rows, section), (q_start, q_used, q_offset, k_start, k_used, k_offset)
     fed = (
         (q, k, v, grad, lse, delta), (queries, keys, values, grads, lses, deltas),
         (k_full, k_empty, q_full, q_empty, grad_full, grad_empty), groups, together, window,
     )  # fmt: skip
-    streams = (k_full, k_empty, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty)
-    results, settings = ((grad_k_desc, grad_k), (grad_v_desc, grad_v)), (scale, scale2, softcap, window)
-    rooms = (queries, keys, values, grads, lses, deltas, grad_scores)
-    if F.ORDERED:
-        out = gl.allocate_shared_memory(gl.float32, [2, LINES, LINE], shared(LINES, LINE, gl.float32))
-        taken = (results, rooms, (out, None), streams, per_head, together, total // rows, k_tokens, settings)
-        sent = (sums_desc, out, (out_full, out_empty), turns, per_head, together, window)
-        gl.warp_specialize(
-            [
-                (_consume, (0, taken, news, F)),
-                (_consume, (1, taken, news, F)),
-                (_produce, (fed, news, order, documents, counter, total, F)),
-                (_send, (0, sent, news, F)),
-                (_send, (1, sent, news, F)),
-            ],
-            [4, 1, 1, 1],
-            [F.REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS],
-        )
-    else:
-        taken = (results, rooms, (None, sums), streams, per_head, together, total // rows, k_tokens, settings)
-        gl.warp_specialize(
-            [
-                (_consume, (0, taken, news, F)),
-                (_consume, (1, taken, news, F)),
-                (_produce, (fed, news, order, documents, counter, total, F)),
-            ],
-            [4, 1],
-            [F.REGISTERS, F.FEW_REGISTERS],
-        )
+    taken = (
+        ((grad_k_desc, grad_k), (grad_v_desc, grad_v)), (queries, keys, values, grads, lses, deltas, grad_scores, out),
+        (k_full, k_empty, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty),
+        together, total // rows, k_tokens, (scale, scale2, softcap, window),
+    )  # fmt: skip
+    sent = (sums, out, (out_full, out_empty), turns, per_head, together, window)
+    gl.warp_specialize(
+        [
+            (_consume, (0, taken, news, F)),
+            (_consume, (1, taken, news, F)),
+            (_produce, (fed, news, order, documents, counter, total, F)),
+            (_send, (0, sent, news, F)),
+            (_send, (1, sent, news, F)),
+        ],
+        [4, 1, 1, 1],
+        [F.REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS, F.FEW_REGISTERS],
+    )
