@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     stages: int
     turns: bool
     persistent: bool = False
-    """As `Form` says, both."""
+    """Both as in `Form`."""
     group: int = 1
     """Query heads that share a tile."""
 
@@ -77,7 +77,7 @@ def chunks(dim: int) -> tuple[int, int]:
 
 
 def forward_tile(head_dim: int, v_head_dim: int) -> Tile:
-    """The fastest on an H200 at 16,384 tokens, causal."""
+    """The fastest on an H200 at 16,384 tokens, causal, of those timed: 64, 96, 128, 192 and 256 features."""
     d, v = sum(chunks(head_dim)), sum(chunks(v_head_dim))
     if max(d, v) <= 64:
         return Tile(128, 3, 2, turns=True, persistent=True)

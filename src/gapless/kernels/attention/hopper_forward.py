@@ -319,7 +319,8 @@ def _store(CONSUMER: gl.constexpr, descs, room, out0, out1, document, row, head,
     """Write a consumer's rows, those beyond the document left out."""
     start, count = document
     if F.PERSISTENT:
-        # The copy before has left the room: one thread knows, and all wait for it.
+        # The copy before has left the room: one thread knows, and all wait for it. (Triton 3.6 and 3.9 have them meet
+        # after the wait anyway, as code shows; nothing says that they must.)
         tma_store_wait(0)
         named_barrier_wait(_FIRST_OWN + CONSUMER, 128)
     room[0].store(out0.to(descs[0].dtype))

@@ -1,9 +1,9 @@
 """Attention's backward on Hopper for heads above 128 in Gluon, in two kernels of which none adds to another's.
 
 The gradients of 64 keys and 64 values with 256 features each fill the registers of two groups of four warps: one group,
-the consumer of values, finds weights P^T and dV += P^T dO, the other takes these weights and finds dS^T and
-dK += dS^T Q. A second kernel has 64 queries a consumer and finds dQ += dS K as keys stream by. That is 7 products for
-5, but they need no sums in global memory, and have the same bits every time.
+the consumer of values, finds weights P^T and dV += P^T dO, the other takes these weights, in 16 bits, and finds dS^T
+and dK += dS^T Q. A second kernel has 64 queries a consumer and finds dQ += dS K as keys stream by. That is 7 products
+for 5, but they need no sums in global memory, and have the same bits every time.
 
 Consumers overlap as the forward's do: products of the tile before run beside the softmax of this one. Heads are in two
 chunks as there, 192 = 128 + 64, see `hopper_chunks`: each product above is of one or two parts.
