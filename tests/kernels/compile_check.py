@@ -85,14 +85,35 @@ class Compiled(list):
         JITFunction.run = self._run
 
 
-def resources(kernel) -> dict[str, int]:
-    """Registers of a thread, and bytes of its stack (spills and arrays that are not in registers)."""
+def dump(kernel, what: str) -> str:
+    """Text that cuobjdump has of a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [_TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [_TOOLS / "cuobjdump", what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(kernel) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack (spills and arrays that are not in registers)."""
+    text = dump(kernel, "--dump-resource-usage")
     return {key.lower(): int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
+
+
+def torn(sass: str) -> list[str]:
+    """Branches around an atomic, by their address, that end only after barriers in memory: a warp goes on in parts.
+
+    Of `@first atom` before a loop ptxas 12.8 made one that ended behind the loop, and the kernel never ended.
+    """
+    lines = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S[^;]*);", sass)]
+    found = []
+    for place, (address, text) in enumerate(lines):
+        if branch := re.match(r"BSSY\S* \S+, 0x([0-9a-f]+)", text):
+            inside = [line for at, line in lines[place:] if at < int(branch[1], 16)]
+            atomic = next((index for index, line in enumerate(inside) if "ATOMG" in line), len(inside))
+            if any("SYNCS" in line for line in inside[atomic:]):
+                found.append(hex(address))
+    return found
 
 
 def describe(function: JITFunction, kernel, log: str) -> dict[str, object]:
@@ -101,6 +122,8 @@ def describe(function: JITFunction, kernel, log: str) -> dict[str, object]:
     found = {"kernel": full_name(function), "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
     found |= resources(kernel)
     found |= {key: len(re.findall(pattern, ptx)) for key, pattern in _INSTRUCTIONS.items()}
+    by_warps = "setmaxnreg" in ptx and "atom.global" in ptx
+    found["torn"] = torn(dump(kernel, "--dump-sass")) if by_warps else []
     return found | {"notes": sorted(set(re.findall(r"C75\d\d", log)))}
 
 

@@ -94,6 +94,8 @@ def problems(line):
         yield "mma.sync in place of wgmma"
     if SERIALISED & set(line["notes"]) and name not in SERIAL:
         yield f"notes of ptxas: {', '.join(line['notes'])}"
+    if line["torn"]:
+        yield f"a warp goes on in parts: branches at {', '.join(line['torn'])}"
 
 
 def assert_sound(lines):

@@ -116,7 +116,7 @@ def test_heads_share_tiles_where_documents_are_short(lengths, shared, monkeypatc
 
 
 def parts_of(sums, queries):
-    """Gradients [N, rows, D] as the consumers of `hopper_backward` leave them: see `_in_lines`."""
+    """Gradients [N, rows, D] as the consumers of `hopper_backward` leave them: see `in_lines`."""
     heads, rows, dim = sums.shape
     tiles = sums.view(heads, rows // queries, queries, dim)
     parts = tiles.unflatten(3, (2, -1)).transpose(2, 3) if queries == 64 else tiles.unflatten(2, (2, 64))
@@ -143,9 +143,10 @@ def test_gradients_are_taken_from_their_parts(queries, table, dim, columns):
     lse[:, 75] = -torch.inf
     with forced("triton"):
         *padded, grad_sinks = hopper.launch_delta(b, out, grad, lse, grad_lse, sinks)
-        # Of 16 numbers in a row, 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15; and 0 1 0 1 2 3 2 3.
-        lse_padded = padded[0].unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).reshape(padded[0].shape)
-        copies = [x.flatten(1) for x in padded[1].unflatten(1, (-1, 2, 2)).unbind(2)]
+        # Of 16 numbers in a row, 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15; and of pairs 0 1 0 1 2 3 2 3.
+        lse_padded, delta = (x.unflatten(1, (-1, 4, 2, 2)).transpose(2, 3).reshape(x.shape) for x in padded)
+        pairs = padded[1].unflatten(1, (-1, 2, 2)).unbind(2)
+        copies = [x.flatten(1) for x in pairs] if queries == 64 else [delta]
         expected_delta = (out.float() * grad.float()).sum(2) - grad_lse
         sums = torch.full((heads, lse_padded.shape[1], columns), torch.nan)
         expected = torch.zeros(tokens, heads, dim)
