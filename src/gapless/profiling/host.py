@@ -40,6 +40,14 @@ class Nest:
             index = self.parents[index]
         return found[::-1]
 
+    def within(self, index: int) -> list[HostEvent]:
+        """An event and what it lies in, outermost first."""
+        found = []
+        while index >= 0:
+            found.append(self.events[index])
+            index = self.parents[index]
+        return found[::-1]
+
     def children_time(self) -> list[int]:
         """Of each event, the ns that those directly in it take."""
         times = [0] * len(self.events)

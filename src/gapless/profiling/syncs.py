@@ -85,7 +85,5 @@ def find_syncs(recording: Recording, places: Mapping[Call, Place] | None = None)
             continue
         around = host.around(call)
         where = places.get(call) or place(around)
-        syncs.append(
-            Sync(kind, name, call.start, call.duration, step.number, in_mark(around, READ_METRICS), where)
-        )
+        syncs.append(Sync(kind, name, call.start, call.duration, step.number, in_mark(around, READ_METRICS), where))
     return syncs
