@@ -1,8 +1,8 @@
 """What the profiler saw: GPU activities, CUDA calls, operations with shapes, Python frames, steps, memory.
 
-Read from the Chrome trace that `torch.profiler` exports, which has streams, correlation numbers and bytes in every torch
-from 2.11 on. It names a Python function by its first line; the line that a call was made from comes from the profiler's
-event tree (`call_lines`). Times are nanoseconds on one clock, host and GPU alike.
+Read from the Chrome trace that `torch.profiler` exports, which has streams, correlation numbers and bytes in every
+torch from 2.11 on. It names a Python function by its first line; the line that a call was made from comes from the
+profiler's event tree (`call_lines`). Times are nanoseconds on one clock, host and GPU alike.
 """
 
 from __future__ import annotations

@@ -142,9 +142,9 @@ class Causes:
     def of(self, gap: Gap) -> Cause:
         """Why the activity after the gap began no earlier.
 
-        If its launch was over when the gap began, the GPU itself made it wait. Otherwise it is what took the most of the
-        time from the beginning of the gap to the launch: a CUDA call, the wait for a batch or for metrics, or Python and
-        torch on their way to the launch.
+        If its launch was over when the gap began, the GPU itself made it wait. Otherwise it is what took half or more
+        of the time from the beginning of the gap to the launch: a CUDA call, the wait for a batch or for metrics; or
+        else Python and torch on their way to the launch.
         """
         launch = self._recording.launch(gap.after)
         if launch is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -121,14 +121,14 @@ def in_mark(stack: Iterable[HostEvent], name: str) -> bool:
 class Lines:
     """Places for a recording without Python frames, from one of other steps that has them.
 
-    The n-th launch of a kernel in a step, and the n-th call of a kind that launches nothing, are made by the same line in
-    each step. Tracing Python slows the host, so that gaps are to be measured without.
+    The n-th launch of a kernel by a thread in a step, and the n-th call of a kind that launches nothing, are made by
+    the same line in each step. Tracing Python slows the host, so that gaps are to be measured without.
     """
 
     def __init__(self, traced: Recording) -> None:
         """Look up each call of the traced recording."""
         host = Host(traced)
-        self._places: dict[tuple[str, int], Place] = {}
+        self._places: dict[_Key, Place] = {}
         for call, key in _keys(traced).items():
             found = place(host.around(call))
             if found is not None:
@@ -139,17 +139,23 @@ class Lines:
         return {call: self._places[key] for call, key in _keys(recording).items() if key in self._places}
 
 
-def _keys(recording: Recording) -> dict[Call, tuple[str, int]]:
-    """What a call is in its step: the name of what it launches, else its own, and how many of these came before."""
+_Key = tuple[int, str, int]
+"""Of a call: its thread, the name of what it launches, or else its own, and how many of these came before."""
+
+
+def _keys(recording: Recording) -> dict[Call, _Key]:
+    """What each call is in its step."""
     launched = {activity.correlation: activity.name for activity in recording.activities}
-    keys, counts, step = {}, defaultdict(int), None
+    keys: dict[Call, _Key] = {}
+    counts: Counter[tuple[int, str]] = Counter()
+    step = None
     for call in recording.calls:
         now = recording.step_of(call.start)
         if now is None:
             continue
         if now is not step:
-            step, counts = now, defaultdict(int)
+            step, counts = now, Counter()
         name = launched.get(call.correlation, call.name)
-        keys[call] = (name, counts[name])
-        counts[name] += 1
+        keys[call] = (call.thread, name, counts[call.thread, name])
+        counts[call.thread, name] += 1
     return keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from gapless.profiling.events import Activity, Op
 
@@ -23,7 +23,6 @@ Kind = Literal[
     "copies",
     "other",
 ]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 KERNELS: dict[str, Kind] = {
     "_gate_forward": "activation",

@@ -52,15 +52,21 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     size, count = _MATMUL_SIZE, _COPY_BYTES
     while size > 1024 and 3 * size**2 * dtype.itemsize + 2 * count > free // 2:
         size, count = size // 2, count // 4
+    rates = Rates(_matmul_rate(size, device, dtype), _copy_rate(count, device), TRACE_NAMES[dtype])
+    torch.cuda.empty_cache()
+    return rates
+
+
+def _matmul_rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
-    matmul = 2 * size**3 / _seconds(lambda: torch.mm(a, b, out=out))
+    return 2 * size**3 / _seconds(lambda: torch.mm(a, b, out=out))
+
+
+def _copy_rate(count: int, device: torch.device) -> float:
     source = torch.zeros(count, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    copy = 2 * count / _seconds(lambda: target.copy_(source))
-    del a, b, out, source, target
-    torch.cuda.empty_cache()
-    return Rates(matmul, copy, TRACE_NAMES[dtype])
+    return 2 * count / _seconds(lambda: target.copy_(source))
 
 
 def _seconds(work: Callable[[], object]) -> float:

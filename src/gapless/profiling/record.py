@@ -5,8 +5,8 @@
     measured    steps whose kernels, CUDA calls and operations are recorded: busy time, gaps, synchronisations
     traced      steps with Python frames, shapes and memory besides, which slow the host down: lines, limits, memory
 
-Each recording begins one step early: the profiler starts up in it, and the host gets ahead of the GPU again in the next.
-The loop is the trainer's own, with its loader, batches and lengths; nothing is saved.
+Each recording begins two steps early: in the first the profiler starts up, in the second the host gets ahead of the GPU
+again. The loop is the trainer's own, with its loader, batches and lengths; nothing is saved.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from gapless.batch import Segments
 from gapless.config import RunConfig
 from gapless.inference.load import DTYPES
+from gapless.models.decoder import Decoder, DecoderLayer
 from gapless.profiling.events import CallLines, Recording, Step, call_lines, read_trace
 from gapless.profiling.limits import AttentionWork, Rates, attention_work, measure_rates
 from gapless.training.callbacks import Callback, Run, TrainResult
@@ -195,6 +196,7 @@ class Recorder(Callback):
         lines: CallLines = {}
         if name == "traced":
             assert finished.profiler is not None
+            assert finished.profiler.kineto_results is not None
             lines = call_lines(finished.profiler.kineto_results.experimental_event_tree())
         with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
             recording = read_trace(json.load(file), lines)
@@ -209,16 +211,8 @@ class Recorder(Callback):
 
     def _collect(self, trainer: Run) -> Recorded:
         assert isinstance(trainer, Trainer)
-        config, layer = trainer.model.config, next(iter(trainer.model.layers.values()), None)
         first = self.total - self._steps
         batches = [lengths for called, _, lengths in self._batches if first <= called < self.total]
-        attention = None
-        if layer is not None and batches:
-            # Of the heads that this rank has.
-            leading = layer.attention.qkv.leading
-            heads = leading[0] * layer.attention.groups
-            windows = [each.attention.window for each in trainer.model.layers.values()]
-            attention = attention_work(batches, windows, heads, config.head_dim, config.head_dim)
         cuda = trainer.device.type == "cuda"
         ends = self._ends[self._before - 1 : self._before + self._steps]
         return Recorded(
@@ -229,12 +223,22 @@ class Recorder(Callback):
             measured=self._recordings["measured"],
             traced=self._recordings["traced"],
             rates=self._rates,
-            attention=attention,
+            attention=_attention(trainer.model, batches),
             update_bytes=trainer.optimizer.update_bytes(),
             micro_batches=len(batches) // self._steps,
             tokens=self._batches[-1][1] if self._batches else 0,
             traces=self._traces,
         )
+
+
+def _attention(model: Decoder, batches: Sequence[Sequence[int]]) -> AttentionWork | None:
+    """The work of the layers and heads that this rank has."""
+    layers = [layer.attention for layer in model.layers.values() if isinstance(layer, DecoderLayer)]
+    if not layers or not batches:
+        return None
+    heads = layers[0].qkv.leading[0] * layers[0].groups
+    windows = [layer.window for layer in layers]
+    return attention_work(batches, windows, heads, model.config.head_dim, model.config.head_dim)
 
 
 def without_lead(recording: Recording) -> Recording:

@@ -49,10 +49,16 @@ def profile(
         files.write_text(json_path, json.dumps(analysis.report, indent=1, allow_nan=False) + "\n")
         files.write_text(html_path, page(recorded, analysis))
     if recorded.rank == 0:
-        show(analysis.report, console or Console())
+        show(analysis.report, console or _console())
         for path in (json_path, html_path, *recorded.traces.values()):
             print(f"wrote {path}")
     return analysis.report
+
+
+def _console() -> Console:
+    """Where there is no terminal, wide enough for lines of code."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -61,7 +67,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         made = part(report)
         if made is not None:
             console.print()
-            console.print(made)
+            console.print(made, highlight=False)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -155,11 +161,12 @@ def _syncs(report: dict[str, Any]) -> Table | None:
     table = _table("What held the host, per step", "ms", "times", "longest ms", "<call", "<line")
     for row in report["syncs"]:
         late = " (metrics of the step before)" if row["reads_metrics"] else ""
+        beside = "" if row["thread"] == "main" else f" ({row['thread']})"
         table.add_row(
             f"{row['ms_per_step']:.3f}",
             f"{row['per_step']:.1f}",
             f"{row['longest_ms']:.3f}",
-            Text(row["call"] + late),
+            Text(row["call"] + beside + late),
             Text(row["place"] or ""),
         )
     return table
@@ -184,8 +191,8 @@ def _kernel_table(title: str, key: str, rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         limits = ["", "", ""]
         if row["limit_ms"] is not None:
-            limits = [f"{row['limit_ms']:.2f}", f"{row['ms_with_limit']:.2f}", f"{row['limit_percent']:.0f}"]
-        cells = [f"{row['ms']:.2f}", f"{row['percent']:.1f}", f"{row['launches']:.0f}", *limits]
+            limits = [f"{row['limit_ms']:.3f}", f"{row['ms_with_limit']:.3f}", f"{row['limit_percent']:.0f}"]
+        cells = [f"{row['ms']:.3f}", f"{row['percent']:.1f}", f"{row['launches']:.0f}", *limits]
         table.add_row(Text(row[key]), *cells)
     return table
 
@@ -217,7 +224,7 @@ def short_name(name: str, width: int = 48) -> str:
     if name.startswith(("Memcpy", "Memset")) or not head:
         head = name
     head = head.removeprefix("at::native::")
-    return head if len(head) <= width else head[: width - 3] + "..."
+    return head if len(head) <= width else head[: width - 2] + ".."
 
 
 def _median(values: list[float]) -> float:

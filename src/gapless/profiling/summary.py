@@ -1,4 +1,4 @@
-"""The numbers of a profile, as what report.json holds. Times in the units that the names say, from the first step on."""
+"""The numbers of a profile: what report.json holds. Times are in the units that the names say."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from gapless.profiling.gaps import (
     sum_by_cause,
 )
 from gapless.profiling.host import Host, Lines, Nest, Place, ops_of
-from gapless.profiling.kinds import KINDS, Kind, kind_of, kind_of_ops
+from gapless.profiling.kinds import Kind, kind_of, kind_of_ops
 from gapless.profiling.limits import bound
 from gapless.profiling.memory import phases
 from gapless.profiling.record import Recorded
-from gapless.profiling.syncs import find_syncs
+from gapless.profiling.syncs import WORKER, find_syncs
 
 FORMAT_VERSION = 1
 _GAPS, _KERNELS, _OPS = 200, 40, 40
@@ -165,24 +165,25 @@ def _gap(gap: Gap, cause: Cause, start: int) -> dict[str, Any]:
 
 
 def syncs(recording: Recording, places: dict[Any, Place]) -> list[dict[str, Any]]:
-    """What held the host, by line; those that read the metrics of the step before last."""
+    """What held the host, by line; last come workers, and what reads the metrics of the step before."""
     rows: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
     for sync in find_syncs(recording, places):
-        key = (sync.metrics, sync.kind, sync.name, sync.place.text if sync.place else None)
+        key = (sync.metrics, sync.thread, sync.kind, sync.name, sync.place.text if sync.place else None)
         rows[key].append(sync.duration)
     found = [
         {
             "kind": kind,
             "call": name,
+            "thread": thread,
             "place": place,
             "reads_metrics": metrics,
             "per_step": len(times) / len(recording.steps),
             "ms_per_step": sum(times) / 1e6 / len(recording.steps),
             "longest_ms": max(times) / 1e6,
         }
-        for (metrics, kind, name, place), times in rows.items()
+        for (metrics, thread, kind, name, place), times in rows.items()
     ]
-    return sorted(found, key=lambda row: (row["reads_metrics"], -row["ms_per_step"]))
+    return sorted(found, key=lambda row: (row["reads_metrics"], row["thread"] == WORKER, -row["ms_per_step"]))
 
 
 @dataclass
@@ -230,11 +231,11 @@ def kinds(recorded: Recorded) -> tuple[list[dict[str, Any]], list[dict[str, Any]
                     entry.bounded += activity.duration
     _bound_attention(recorded, by_kind, by_name)
     _bound_update(recorded, by_kind, by_name)
-    kind_rows = [{"kind": kind, **by_kind[kind].row(steps, total)} for kind in KINDS if kind in by_kind]
-    kernel_rows = [{"kernel": name, "kind": kind, **entry.row(steps, total)} for (name, kind), entry in by_name.items()]
+    kinds_found = sorted(by_kind.items(), key=lambda pair: -pair[1].time)
+    kernels_found = sorted(by_name.items(), key=lambda pair: -pair[1].time)[:_KERNELS]
     return (
-        sorted(kind_rows, key=lambda row: -row["ms"]),
-        sorted(kernel_rows, key=lambda row: -row["ms"])[:_KERNELS],
+        [{"kind": kind, **entry.row(steps, total)} for kind, entry in kinds_found],
+        [{"kernel": name, "kind": kind, **entry.row(steps, total)} for (name, kind), entry in kernels_found],
     )
 
 

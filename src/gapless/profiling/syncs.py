@@ -34,6 +34,9 @@ ALLOCATIONS = {
 """Calls that get or give back memory, which torch's allocator keeps out of a step once it has enough."""
 
 
+WORKER = "worker"
+
+
 @dataclass(frozen=True)
 class Sync:
     """A call that held the host."""
@@ -45,6 +48,8 @@ class Sync:
     duration: int
     """For how long it held the host, in ns."""
     step: int
+    thread: str
+    """main, backward, or a worker, which the step does not wait for."""
     metrics: bool
     """Whether it reads the metrics of the step before, which waits for no step that is under way."""
     place: Place | None
@@ -70,6 +75,8 @@ def find_syncs(recording: Recording, places: Mapping[Call, Place] | None = None)
     """
     host, places = Host(recording), places or {}
     launched = {activity.correlation: activity for activity in recording.activities if activity.correlation}
+    threads = {op.thread: "backward" for op in recording.ops if op.name.startswith("autograd::engine::")}
+    threads[recording.main_thread] = "main"
     syncs = []
     for call in recording.calls:
         step, activity = recording.step_of(call.start), launched.get(call.correlation)
@@ -85,5 +92,6 @@ def find_syncs(recording: Recording, places: Mapping[Call, Place] | None = None)
             continue
         around = host.around(call)
         where = places.get(call) or place(around)
-        syncs.append(Sync(kind, name, call.start, call.duration, step.number, in_mark(around, READ_METRICS), where))
+        thread, metrics = threads.get(call.thread, WORKER), in_mark(around, READ_METRICS)
+        syncs.append(Sync(kind, name, call.start, call.duration, step.number, thread, metrics, where))
     return syncs
