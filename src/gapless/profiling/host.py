@@ -98,7 +98,7 @@ def place(stack: Sequence[HostEvent]) -> Place | None:
     """The innermost place of ours in what covers a time, if Python frames were recorded and one is ours."""
     frames = [event for event in stack if isinstance(event, Frame)]
     places = []
-    for frame, inner in zip(frames, [*frames[1:], None], strict=True):
+    for frame, inner in zip(frames, [*frames[1:], None], strict=False):
         file = our_file(frame.file)
         if file is None or (file, frame.function) == _LAUNCHER:
             continue

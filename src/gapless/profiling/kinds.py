@@ -72,7 +72,7 @@ _FUNCTIONS: dict[str, Kind] = {
 }
 """Autograd functions all of whose operations are of one kind, backward included."""
 _ATTENTION = re.compile(r"_Flash|aten::_?scaled_dot_product_\w+|ScaledDotProduct\w+")
-_OPTIMIZER = re.compile(r"aten::_fused_adamw_?|aten::_foreach_(norm|mul_|add_)\w*")
+_OPTIMIZER = re.compile(r"aten::_fused_adamw_?|aten::_foreach_\w+")
 _COPIES = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::clone", "aten::_to_copy", "aten::contiguous"}
 _MATMUL_NAME = re.compile(r"gemm|gemv|cutlass|xmma|nvjet|cublas|splitk", re.IGNORECASE)
 _COMMUNICATION = re.compile(r"nccl|c10d::|gloo:", re.IGNORECASE)

@@ -89,6 +89,11 @@ def record(config: RunConfig, folder: Path, *, steps: int, before: int) -> Recor
             shutil.rmtree(folder / "run", ignore_errors=True)
     if recorder.recorded is None:
         raise ValueError(f"the run was stopped by {result.stopped_by} before its steps were recorded")
+    if recorder.recorded.rates is not None and not recorder.recorded.measured.activities:
+        raise ValueError(
+            "the profiler recorded nothing of the GPU: torch could not use CUPTI (its messages are above); end another "
+            "profiler on this GPU, or give the container the permission"
+        )
     return recorder.recorded
 
 

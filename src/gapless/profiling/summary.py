@@ -23,7 +23,7 @@ from gapless.profiling.gaps import (
     sum_by_cause,
 )
 from gapless.profiling.host import Host, Lines, Nest, Place, ops_of
-from gapless.profiling.kinds import Kind, kind_of, kind_of_ops
+from gapless.profiling.kinds import KERNELS, Kind, kind_of, kind_of_ops
 from gapless.profiling.limits import bound
 from gapless.profiling.memory import phases
 from gapless.profiling.record import Recorded
@@ -32,7 +32,7 @@ from gapless.profiling.syncs import WORKER, find_syncs
 FORMAT_VERSION = 1
 _GAPS, _KERNELS, _OPS = 200, 40, 40
 """Longest gaps, kernels and operations that are listed one by one; sums are of all."""
-_FORWARDS = ("flash_forward", "hopper_forward")
+_FORWARDS = {name for name, kind in KERNELS.items() if kind == "attention forward"}
 """The kernels of which there is one in an attention's forward."""
 
 
