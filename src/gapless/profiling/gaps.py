@@ -7,9 +7,11 @@ the host's call that launched it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from gapless.profiling.events import Activity, Call, HostEvent, Recording, Step
@@ -20,6 +22,8 @@ from gapless.training.trainer import NEXT_BATCH, READ_METRICS
 LEAST_GAP = 5_000
 """A gap is longer than this, in ns; shorter ones are what a GPU takes between two kernels."""
 Kind = Literal["data", "metrics", "synchronisation", "copy", "allocation", "call", "launch late", "device", "unknown"]
+_SLACK = 2_000
+"""By as much the clocks of host and GPU may differ, in ns."""
 _METRICS = "reading the metrics of the step before"
 
 
@@ -123,6 +127,24 @@ def find_gaps(recording: Recording, start: int, end: int, least: int = LEAST_GAP
     return gaps
 
 
+class _Timeline:
+    """The calls of a thread, ascending by start."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self._calls, self._starts = calls, [call.start for call in calls]
+        self._last_ends = list(accumulate((call.end for call in calls), max))
+
+    def between(self, start: int, end: int) -> list[Call]:
+        """Those that run at some time after start and before end."""
+        found = []
+        index = bisect_left(self._starts, end) - 1
+        while index >= 0 and self._last_ends[index] > start:
+            if self._calls[index].end > start:
+                found.append(self._calls[index])
+            index -= 1
+        return found
+
+
 class Causes:
     """Finds out why gaps are there."""
 
@@ -135,16 +157,18 @@ class Causes:
         """
         self._recording, self._host, self._places = recording, Host(recording), places or {}
         self._launched = {activity.correlation: activity for activity in recording.activities}
-        self._by_thread: defaultdict[int, list[Call]] = defaultdict(list)
+        by_thread: defaultdict[int, list[Call]] = defaultdict(list)
         for call in recording.calls:
-            self._by_thread[call.thread].append(call)
+            by_thread[call.thread].append(call)
+        self._calls = {thread: _Timeline(calls) for thread, calls in by_thread.items()}
 
     def of(self, gap: Gap) -> Cause:
         """Why the activity after the gap began no earlier.
 
-        If its launch was over when the gap began, the GPU itself made it wait. Otherwise it is what took half or more
-        of the time from the beginning of the gap to the launch: a CUDA call, the wait for a batch or for metrics; or
-        else Python and torch on their way to the launch.
+        If its launch was over when the gap began, the GPU itself made it wait. If the host was waiting for the GPU as
+        the gap began, that has cost it its lead. Otherwise it is what took half or more of the time from the beginning
+        of the gap to the launch: a CUDA call, the wait for a batch or for metrics; or else Python and torch on their
+        way to the launch.
         """
         launch = self._recording.launch(gap.after)
         if launch is None:
@@ -155,7 +179,16 @@ class Causes:
 
     def _late(self, gap: Gap, launch: Call) -> Cause:
         late = min(launch.end, gap.end) - gap.start
-        longest = self._longest(launch.thread, gap.start, min(launch.end, gap.end))
+        # The main thread's too, for which another may be waiting.
+        threads = {launch.thread, self._recording.main_thread} & self._calls.keys()
+        found = [call for each in threads for call in self._calls[each].between(gap.start - _SLACK, launch.end)]
+        calls = sorted(found, key=lambda call: call.start)
+        held = [call for call in calls if call.start <= gap.start and self._waits(call)]
+        if held:
+            return self._call(held[-1])
+        # A launch that begins within the gap is late itself, and says nothing of why.
+        others = [call for call in calls if call is not launch or call.start < gap.start]
+        longest = max(others, key=lambda call: _overlap(call, gap.start, launch.end), default=None)
         if longest is not None and 2 * _overlap(longest, gap.start, launch.end) >= late:
             return self._call(longest)
         if 2 * self._marked(NEXT_BATCH, gap.start, launch.end) >= late:
@@ -166,11 +199,8 @@ class Causes:
         doing = f"on the way to {ops[-1].name}" if ops else f"on the way to {launch.name}"
         return Cause("launch late", doing, self._place(launch))
 
-    def _longest(self, thread: int, start: int, end: int) -> Call | None:
-        """The call that takes most of a time; the main thread's too, for which another may be waiting."""
-        threads = {thread, self._recording.main_thread}
-        calls = [call for each in threads for call in self._by_thread[each] if call.start < end and call.end > start]
-        return max(calls, key=lambda call: _overlap(call, start, end), default=None)
+    def _waits(self, call: Call) -> bool:
+        return is_sync(call) or is_pageable(self._launched.get(call.correlation))
 
     def _call(self, call: Call) -> Cause:
         where, launched = self._place(call), self._launched.get(call.correlation)
