@@ -31,6 +31,9 @@ def gpu_steps(*, traced):
             events["calls"].append(call(first + place, at + 15 * place, at + 15 * place + 2, launch))
             kind, start = ("copy" if launch == "cudaMemcpyAsync" else "kernel"), at + 15 * place + 5
             events["activities"].append(kernel(first + place, start, start + 8, name, kind=kind, size=4))
+        # The second kernel of the matmul.
+        events["calls"].append(call(first + 6, at + 17, at + 17.5))
+        events["activities"].append(kernel(first + 6, at + 28, at + 29, "splitKreduce"))
         events["calls"].append(call(first + 9, at + 62, at + 72, "cudaStreamSynchronize"))
         shapes = {"shapes": ((1000, 1000), (1000, 1000)), "dtypes": (BF16, BF16)} if traced else {}
         events["ops"] += [
@@ -70,19 +73,19 @@ def test_numbers_of_a_gpu(recorded):
     report = json.loads(json.dumps(analyse(recorded, "made up").report, allow_nan=False))
     gpu = report["gpu"]
     assert gpu["wall_ms"] == pytest.approx((188 - 20) / 1e3)
-    assert gpu["busy_ms"] == pytest.approx(80 / 1e3)
-    assert gpu["busy_percent"] == pytest.approx(100 * 80 / 168)
-    assert gpu["busy_percent_of_plain_steps"] == pytest.approx(100 * 40 / 95)
-    assert [(row["step"], row["launches"]) for row in gpu["steps"]] == [(8, 5), (9, 5)]
+    assert gpu["busy_ms"] == pytest.approx(82 / 1e3)
+    assert gpu["busy_percent"] == pytest.approx(100 * 82 / 168)
+    assert gpu["busy_percent_of_plain_steps"] == pytest.approx(100 * 41 / 95)
+    assert [(row["step"], row["launches"]) for row in gpu["steps"]] == [(8, 6), (9, 6)]
     assert gpu["gaps_over_5_us"] == 9
-    assert sum(row["ms"] for row in gpu["causes"]) == pytest.approx(88 / 1e3)
+    assert sum(row["ms"] for row in gpu["causes"]) == pytest.approx(86 / 1e3)
     assert sum(row["gaps"] for row in gpu["causes"]) == 9
     assert {row["cause"] for row in gpu["causes"]} == {"launch late", "synchronisation"}
     assert gpu["gaps"][0]["us"] == pytest.approx(32)
     kinds = {row["kind"]: row for row in report["kinds"]}
     assert sum(row["percent"] for row in kinds.values()) == pytest.approx(100)
     assert kinds["matmul"]["limit_ms"] == pytest.approx(2e9 / 1e15 * 1e3)
-    assert kinds["matmul"]["limit_percent"] == pytest.approx(100 * 2 / 8)
+    assert kinds["matmul"]["limit_percent"] == pytest.approx(100 * 2 / (8 + 1))
     assert kinds["attention forward"]["limit_ms"] == pytest.approx(3 / 1e3)
     assert kinds["norm"]["limit_ms"] == pytest.approx(2e-3 / 1e3)
     assert kinds["optimizer"]["limit_ms"] == pytest.approx(1 / 1e3)
@@ -97,7 +100,7 @@ def test_tables_show_it(recorded):
     text = io.StringIO()
     show(analyse(recorded, "made up").report, Console(file=text, width=200))
     shown = text.getvalue()
-    for part in ("GPU busy 47.62 %", "GPU by step", "9 gaps over 5 us", "cudaStreamSynchronize", "hopper_forward"):
+    for part in ("GPU busy 48.81 %", "GPU by step", "9 gaps over 5 us", "cudaStreamSynchronize", "hopper_forward"):
         assert part in shown
 
 
@@ -139,7 +142,7 @@ def test_the_page_of_a_gpu(recorded):
     data = check_page(page(recorded, analyse(recorded, "made up")))
     measured, traced = data["recordings"]
     rows = {row["name"]: row["events"] for row in measured["rows"]}
-    assert len(rows["GPU stream 7"]) == 10
+    assert len(rows["GPU stream 7"]) == 12
     assert len(rows["GPU idle"]) == 9
     assert any("</script><b>" in event[4] for event in rows["GPU idle"])
     start, duration, name, kind, _ = rows["GPU stream 7"][0]

@@ -16,7 +16,7 @@ from gapless.profiling.summary import Analysis
 
 _MOST_EVENTS = 40_000
 """Events of the host in a recording; of more, the shortest are left out, and the page says so."""
-_DEPTH = 12
+_DEPTH = 24
 """Rows of a host thread."""
 
 
