@@ -175,6 +175,8 @@ class ProfileOptions:
 
 
 def _profile(args: list[str]) -> int:
+    if args and args[0].startswith("-") and not {"-h", "--help"} & set(args):
+        raise ValueError("name the run file first: gapless profile RUN.toml [--steps 3] [--section.key value ...]")
     own, overrides = _split(args, {"--steps", "--before", "--output"})
     options = parse_options(ProfileOptions, own, prog="gapless profile")
     config = _load_run(options.run_file, overrides)

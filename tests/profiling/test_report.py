@@ -159,6 +159,7 @@ def inputs(tmp_path_factory):
     folder = write_inputs(tmp_path_factory.mktemp("profile"))
     keys = ["eval = 'eval.jsonl'", "output_dir = 'runs/tiny'", "max_length = 128", "gradient_accumulation_steps = 2"]
     keys += ["r = 4", "dtype = 'fp32'", "device = 'cpu'", "eval_steps = 1", "sample_prompts = ['Hello']"]
+    keys += ["sample_tokens = 7", "per_device_eval_batch_size = 2", "save_steps = 1", "warmup_steps = 100"]
     (folder / "run.toml").write_text("\n".join(["model = 'model'", "train = 'train.jsonl'", *keys]))
     (folder / "runs" / "tiny").mkdir(parents=True)
     (folder / "runs" / "tiny" / "metrics.jsonl").write_text("of the real run\n")
@@ -214,6 +215,7 @@ def test_full_fine_tuning(inputs, tmp_path):
         (["--steps", "many"], "many"),
         (["--stepz", "3"], "stepz"),
         (["--output", "runs/tiny"], "is the run's own folder"),
+        (["--data.max_length", "0"], "data.max_length: must be at least 2, not 0"),
     ],
 )
 def test_mistakes(inputs, arguments, message, capsys, monkeypatch):

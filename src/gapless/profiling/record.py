@@ -25,7 +25,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from gapless.batch import Segments
-from gapless.config import RunConfig
+from gapless.config import LoggingConfig, OptimConfig, RunConfig
 from gapless.inference.load import DTYPES
 from gapless.models.decoder import Decoder, DecoderLayer
 from gapless.profiling.events import CallLines, Recording, Step, call_lines, read_trace
@@ -34,6 +34,8 @@ from gapless.training.callbacks import Callback, Run, TrainResult
 from gapless.training.metrics import Metrics
 from gapless.training.trainer import Trainer
 
+_LEARNING_RATE = 1e-9
+"""What a step takes does not depend on it, and with so small a one no step goes wrong."""
 _LEAD = 2
 """Steps of a recording that are not of it: the profiler's own start, and the first one after."""
 
@@ -98,16 +100,30 @@ def record(config: RunConfig, folder: Path, *, steps: int, before: int) -> Recor
 
 
 def profiled(config: RunConfig, folder: Path, steps: int) -> RunConfig:
-    """The run as it is profiled: in another folder, without evaluation, checkpoints and wandb."""
+    """The run as it is profiled: in another folder, without evaluation, checkpoints, wandb and a schedule."""
     loggers = tuple(name for name in config.logging.report_to if name != "wandb")
-    cache = config.data.cache_dir or str(folder / "tokens")
+    rates, lengths = OptimConfig(), LoggingConfig()
     return replace(
         config,
-        data=replace(config.data, eval=(), cache_dir=cache),
-        training=replace(
-            config.training, output_dir=str(folder / "run"), max_steps=steps, eval_steps=None, save_steps=None
+        data=replace(config.data, eval=(), cache_dir=config.data.cache_dir or str(folder / "tokens")),
+        optim=replace(
+            config.optim,
+            learning_rate=_LEARNING_RATE,
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+            warmup_ratio=0.0,
+            min_lr_ratio=rates.min_lr_ratio,
+            decay_ratio=rates.decay_ratio,
         ),
-        logging=replace(config.logging, report_to=loggers, sample_prompts=()),
+        training=replace(
+            config.training,
+            output_dir=str(folder / "run"),
+            max_steps=steps,
+            save_steps=None,
+            eval_steps=None,
+            per_device_eval_batch_size=None,
+        ),
+        logging=replace(config.logging, report_to=loggers, sample_prompts=(), sample_tokens=lengths.sample_tokens),
     )
 
 
