@@ -105,8 +105,10 @@ def test_a_trace_without_a_whole_step():
 
 def test_lines_of_an_event_tree():
     caller = SimpleNamespace(file_name="gapless/a.py", line_number=3)
-    inner = SimpleNamespace(children=[], start_time_ns=5, extra_fields=SimpleNamespace(caller=caller))
-    outer = SimpleNamespace(children=[inner], start_time_ns=1, extra_fields=SimpleNamespace())
+    tags = {name: SimpleNamespace(name=name) for name in ("PyCall", "TorchOp")}
+    extra = SimpleNamespace(caller=caller)
+    inner = SimpleNamespace(children=[], start_time_ns=5, extra_fields=extra, tag=tags["PyCall"])
+    outer = SimpleNamespace(children=[inner], start_time_ns=1, tag=tags["TorchOp"])
     assert call_lines([outer]) == {5: ("gapless/a.py", 3)}
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import BACKWARD, call, frame, kernel, mark, op, recording, step, us
 
-from gapless.profiling.gaps import Causes, busy_time, find_gaps, gpu_steps, sum_by_cause, union
+from gapless.profiling.gaps import Causes, activities_by_step, busy_time, find_gaps, gpu_steps, sum_by_cause, union
 from gapless.profiling.host import Lines, Place
 from gapless.training.trainer import NEXT_BATCH, READ_METRICS
 
@@ -43,6 +43,24 @@ def test_steps_are_from_first_kernel_to_first_kernel():
     assert (second.start, second.end, second.busy, second.launches) == (us(130), us(180), us(50), 2)
     assert second.busy_percent == 100
     assert first.busy_percent == pytest.approx(100 * 75 / 110)
+
+
+def test_an_activity_whose_launch_was_not_seen_is_of_the_step_around_it():
+    seen = recording(
+        [step(1, 0, 100), step(2, 100, 200)],
+        calls=[call(1, 10, 11), call(2, 110, 111), call(3, 210, 211)],
+        activities=[
+            kernel(0, 5, 8, "before all"),
+            kernel(1, 20, 30),
+            kernel(0, 31, 40, "of step 1"),
+            kernel(2, 120, 130),
+            kernel(77, 131, 135, "of step 2"),
+            kernel(3, 220, 230),
+            kernel(0, 231, 240, "after all"),
+        ],
+    )
+    names = [[event.name for event in group] for group in activities_by_step(seen).values()]
+    assert names == [["kernel", "of step 1"], ["kernel", "of step 2"]]
 
 
 def test_without_a_gpu_there_are_no_steps_of_it():

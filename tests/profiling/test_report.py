@@ -2,17 +2,20 @@
 
 import io
 import json
+import os
+import signal
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from runs import make_config, write_inputs
 from synthetic import call, frame, kernel, mark, op, recording, step
 
 from gapless import cli
 from gapless.profiling.limits import AttentionWork, Rates
-from gapless.profiling.record import Recorded, record
+from gapless.profiling.record import Recorded, Recorder, record
 from gapless.profiling.report import show
 from gapless.profiling.summary import analyse
 from gapless.profiling.timeline import page
@@ -223,3 +226,20 @@ def test_mistakes(inputs, arguments, message, capsys, monkeypatch):
     assert cli.main(["profile", "run.toml", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not Path("runs/tiny/report-rank0.json").exists()
+
+
+def test_a_signal_stops_it(inputs, tmp_path, capsys, monkeypatch):
+    """While the profiler runs: it is switched off, and what was begun is removed."""
+
+    def interrupted(recorder, trainer, metrics, on_step_end=Recorder.on_step_end):
+        on_step_end(recorder, trainer, metrics)
+        if metrics["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Recorder, "on_step_end", interrupted)
+    arguments = ["--steps", "1", "--before", "1", "--output", str(tmp_path / "profile")]
+    assert cli.main(["profile", str(inputs / "run.toml"), *arguments]) == 143
+    assert "stopped before its steps were recorded" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["tokens"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        pass  # it would complain of one that is on

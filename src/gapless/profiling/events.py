@@ -265,7 +265,7 @@ def call_lines(tree: Iterable[Any]) -> dict[int, tuple[str, int]]:
     while rest:
         event = rest.pop()
         rest.extend(event.children)
-        caller = getattr(event.extra_fields, "caller", None)
-        if caller is not None:
+        if event.tag.name in ("PyCall", "PyCCall"):
+            caller = event.extra_fields.caller
             lines[event.start_time_ns] = (caller.file_name, caller.line_number)
     return lines

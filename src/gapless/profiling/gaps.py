@@ -90,11 +90,16 @@ def busy_time(activities: Iterable[Activity], start: int, end: int) -> int:
 
 
 def activities_by_step(recording: Recording) -> dict[Step, list[Activity]]:
-    """The activities that each step launched; those launched outside of all steps are left out."""
+    """The activities that each step launched; those launched outside of all steps are left out.
+
+    One whose launch was not seen is of the step of what its stream did before it.
+    """
     found: dict[Step, list[Activity]] = {step: [] for step in recording.steps}
-    for activity in recording.activities:
+    last: dict[int, Step | None] = {}
+    for activity in recording.activities:  # ascending by start
         call = recording.launch(activity)
-        step = recording.step_of(call.start) if call is not None else None
+        step = recording.step_of(call.start) if call is not None else last.get(activity.stream)
+        last[activity.stream] = step
         if step is not None:
             found[step].append(activity)
     return found

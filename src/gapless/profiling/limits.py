@@ -54,6 +54,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
         size, count = size // 2, count // 4
     rates = Rates(_matmul_rate(size, device, dtype), _copy_rate(count, device), TRACE_NAMES[dtype])
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
     return rates
 
 

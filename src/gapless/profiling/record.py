@@ -14,6 +14,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -76,7 +77,8 @@ def record(config: RunConfig, folder: Path, *, steps: int, before: int) -> Recor
         before: steps to warm up.
 
     Raises:
-        ValueError: steps or before is less than 1; the run is refused or stopped; as `Trainer`.
+        ValueError: steps or before is less than 1, or the run is refused (see `Trainer`).
+        SystemExit: a signal stopped the run.
     """
     for name, value in (("steps", steps), ("before", before)):
         if value < 1:
@@ -87,10 +89,12 @@ def record(config: RunConfig, folder: Path, *, steps: int, before: int) -> Recor
     try:
         result = run.train()
     finally:
+        recorder.close()
         if run.rank == 0:
             shutil.rmtree(folder / "run", ignore_errors=True)
     if recorder.recorded is None:
-        raise ValueError(f"the run was stopped by {result.stopped_by} before its steps were recorded")
+        print("stopped before its steps were recorded", file=sys.stderr)
+        raise SystemExit(result.exit_code)
     if recorder.recorded.rates is not None and not recorder.recorded.measured.activities:
         raise ValueError(
             "the profiler recorded nothing of the GPU: torch could not use CUPTI (its messages are above); end another "
@@ -205,6 +209,12 @@ class Recorder(Callback):
             profile_memory=traced,
         )
         self._profiler.start()
+
+    def close(self) -> None:
+        """Give up a recording that is under way."""
+        if self._profiler is not None:
+            self._profiler.on_trace_ready = None
+            self._stop()
 
     def _stop(self) -> None:
         if self._profiler is not None:
