@@ -22,6 +22,8 @@ def shaped(name, *shapes, dtype=BF16):
     [
         (shaped("aten::mm", (3, 5), (5, 7)), 2 * 3 * 5 * 7),
         (shaped("aten::addmm", (7,), (3, 5), (5, 7), (), ()), 2 * 3 * 5 * 7),
+        (shaped("aten::mm", (3, 5), (5, 7), (3, 7)), 2 * 3 * 5 * 7),  # with out=
+        (shaped("aten::addmm_", (3, 7), (3, 5), (5, 7), (), ()), 2 * 3 * 5 * 7),
         (shaped("aten::addmm", (3, 7), (3, 5), (5, 7), (), ()), 2 * 3 * 5 * 7),
         (shaped("aten::bmm", (2, 3, 5), (2, 5, 7)), 2 * 2 * 3 * 5 * 7),
         (shaped("aten::baddbmm", (2, 3, 7), (2, 3, 5), (2, 5, 7), (), ()), 2 * 2 * 3 * 5 * 7),

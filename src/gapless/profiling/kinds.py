@@ -59,7 +59,15 @@ KERNELS: dict[str, Kind] = {
 }
 """Our kernels, by the name that a GPU has for them."""
 
-MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+MATMULS = {
+    "aten::mm": 0,
+    "aten::bmm": 0,
+    "aten::addmm": 1,
+    "aten::addmm_": 1,
+    "aten::baddbmm": 1,
+    "aten::baddbmm_": 1,
+}
+"""Operations that are one matrix product, and the first of its two factors among their inputs."""
 _FUNCTIONS: dict[str, Kind] = {
     "_LinearCrossEntropy": "head and loss",
     "_FusedLinearCrossEntropy": "head and loss",

@@ -87,12 +87,11 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def op_flops(op: Op) -> int | None:
     """FLOPs of a matmul, from the shapes of its inputs; None for another operation."""
-    if op.name not in MATMULS:
+    first = MATMULS.get(op.name)
+    if first is None or len(op.shapes) < first + 2:
         return None
-    a, b = op.shapes[-2:] if len(op.shapes) == 2 else op.shapes[1:3] if len(op.shapes) > 2 else ((), ())
-    if not a or not b:
-        return None
-    return 2 * math.prod(a) * b[-1]
+    a, b = op.shapes[first : first + 2]
+    return 2 * math.prod(a) * b[-1] if a and b else None
 
 
 def op_bytes(op: Op) -> int | None:
