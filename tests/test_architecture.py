@@ -36,7 +36,8 @@ ALLOWED = {
     "quantization": RUN,
     "inference": RUN,
     "training": {"inference", *RUN},
-    "cli": {"training", "inference", "quantization", "parallel", "data", "config_file", "arguments"},
+    "profiling": {"training", "inference", *RUN},
+    "cli": {"training", "profiling", "inference", "quantization", "parallel", "data", "config_file", "arguments"},
     "__main__": {"cli"},
 }
 """What each part of the package may import: the arrows of docs/design.md, section 2."""
@@ -123,7 +124,8 @@ found = {{"import gapless": loaded()}}
 gapless.load_config
 found["load_config"] = loaded()
 from gapless.cli import main
-for arguments in (["--help"], ["--version"], ["train", "--help"], ["generate", "--help"], ["export", "--help"]):
+for arguments in (["--help"], ["--version"], ["train", "--help"], ["profile", "--help"], ["generate", "--help"],
+        ["export", "--help"]):
     with contextlib.redirect_stdout(io.StringIO()) as text:
         code = main(arguments)
     found[" ".join(arguments)] = loaded() + ([] if code == 0 and text.getvalue() else [f"exit code {{code}}"])
@@ -133,7 +135,7 @@ print(json.dumps(found))
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     found = json.loads(run.stdout)
-    assert len(found) == 8
+    assert len(found) == 9
     assert not {what: names for what, names in found.items() if names}
 
 

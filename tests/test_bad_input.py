@@ -90,7 +90,7 @@ STEP = P("done/checkpoints/step-000001")
 # id: (command, what spoils the folder, what the message must say)
 CASES: dict[str, tuple[str, Spoil, str]] = {
     # the command line
-    "verb": ("trian run.toml", nothing, "there is no verb 'trian'; the verbs are train, generate, export"),
+    "verb": ("trian run.toml", nothing, "there is no verb 'trian'; the verbs are train, profile, generate, export"),
     "no-run-file": ("train", nothing, "name the run file first"),
     "options-before-file": ("train --optim.learning_rate 1 run.toml", nothing, "name the run file first"),
     "run-file-missing": ("train rum.toml", nothing, "rum.toml: no such run file"),

@@ -1,4 +1,4 @@
-"""The command line: `gapless train | generate | export`.
+"""The command line: `gapless train | profile | generate | export`.
 
 Parses, validates and prints help before torch is imported. What a user can put right is one line on stderr and exit
 code 2. A run that a signal stopped exits with 129 (closed terminal), 130 (Ctrl-C) or 143 (SIGTERM). Anything else keeps
@@ -35,6 +35,7 @@ HELP = """usage: gapless VERB ...
 Fine-tune large language models and use the result.
 
   gapless train RUN.toml [--section.key value ...]   fine-tune as the run file says; the same command resumes
+  gapless profile RUN.toml [--steps 3]               run a few steps: how busy the GPU is, and why it waits
   gapless generate MODEL --prompt "..."              answer prompts with a model folder, an adapter or a run
   gapless export SOURCE --to merged --out FOLDER     write a merged model folder, or the adapter alone
 
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
-    verbs = {"train": _train, "generate": _generate, "export": _export}
+    verbs = {"train": _train, "profile": _profile, "generate": _generate, "export": _export}
     if not args or args[0] in ("-h", "--help"):
         print(HELP, end="", file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
@@ -106,17 +107,23 @@ def _train(args: list[str]) -> int:
         parse_options(_train_options(), ["--help"], prog="gapless train")
     if not args or args[0].startswith("-"):
         raise ValueError("name the run file first: gapless train RUN.toml [--section.key value ...]")
-    config = load_config(args[0], args[1:])
-    _check_model(config.model.path)
-    for path in (*config.data.train, *config.data.eval):
-        if not Path(path).exists():
-            raise FileNotFoundError(f"{path}: no such file or folder")
+    config = _load_run(args[0], args[1:])
 
     from gapless.parallel.watch import CommandExit
     from gapless.training.trainer import train
 
     with CommandExit():
         return train(config).exit_code
+
+
+def _load_run(path: str, overrides: Sequence[str]) -> RunConfig:
+    """The run file's configuration, whose files are there."""
+    config = load_config(path, overrides)
+    _check_model(config.model.path)
+    for name in (*config.data.train, *config.data.eval):
+        if not Path(name).exists():
+            raise FileNotFoundError(f"{name}: no such file or folder")
+    return config
 
 
 def _refuse_launcher(verb: str) -> None:
@@ -145,6 +152,59 @@ def _train_options() -> type:
         "Fine-tunes as the run file says. Options win over the file; relative paths in the file start at its folder."
     )
     return options
+
+
+# ---- profile ----
+
+
+@dataclass(kw_only=True, frozen=True)
+class ProfileOptions:
+    """Runs some steps of a run and says how busy the GPU is, why it waits, and what each kernel takes.
+
+    The run itself is left as it is: no checkpoint, no log. Keys of the run file may follow as for `gapless train`.
+    """
+
+    run_file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.toml")]
+    """The run file, TOML or YAML."""
+    steps: int = 3
+    """Steps to record: as many are timed without the profiler, measured, and traced with their Python lines."""
+    before: int = 5
+    """Steps to warm up."""
+    output: str | None = None
+    """The folder for report and timeline; by default training.output_dir with "-profile" behind it."""
+
+
+def _profile(args: list[str]) -> int:
+    if args and args[0].startswith("-") and not {"-h", "--help"} & set(args):
+        raise ValueError("name the run file first: gapless profile RUN.toml [--steps 3] [--section.key value ...]")
+    own, overrides = _split(args, {"--steps", "--before", "--output"})
+    options = parse_options(ProfileOptions, own, prog="gapless profile")
+    config = _load_run(options.run_file, overrides)
+    run = Path(config.training.output_dir)
+    folder = Path(options.output or run.with_name(f"{run.name}-profile"))
+    if folder.absolute() == run.absolute():
+        raise ValueError(f"{folder} is the run's own folder; choose another --output")
+
+    from gapless.parallel.watch import CommandExit
+    from gapless.profiling.report import profile
+
+    with CommandExit():
+        profile(config, folder.absolute(), steps=options.steps, before=options.before)
+    return 0
+
+
+def _split(args: Sequence[str], names: set[str]) -> tuple[list[str], list[str]]:
+    """The options of these names with their values, and the first of the others if it is no option; and the rest."""
+    own, rest, waiting = [], [], iter(args)
+    for place, arg in enumerate(waiting):
+        name, has_value, _ = arg.partition("=")
+        if name in names or arg in ("-h", "--help") or (place == 0 and not arg.startswith("-")):
+            own.append(arg)
+            if name in names and not has_value:
+                own.extend(value for _, value in zip(range(1), waiting, strict=False))
+        else:
+            rest.append(arg)
+    return own, rest
 
 
 # ---- generate ----

@@ -314,6 +314,16 @@ def test_large_parameters_but_embeddings_have_8bit_moments():
     assert moment.scales.nbytes == 4 * -(-63 * 67 // 256)
 
 
+def test_bytes_of_an_update():
+    """Gradient, master and moments read and written, a low-precision copy written."""
+    count = 5 * 3 + 7 + 4 + 4
+    assert AdamW(make_views(), OptimConfig()).update_bytes() == 32 * count
+    assert AdamW(make_views(torch.bfloat16), OptimConfig()).update_bytes() == 34 * count
+    large, others = 63 * 67, 40 * 10 + 100 * 50
+    scales = 4 * -(-large // 256)
+    assert AdamW(make_large_views(), EIGHT).update_bytes() == 16 * large + 4 * (large + scales) + 32 * others
+
+
 def test_a_bad_step_leaves_8bit_moments_alone():
     views = make_large_views()
     optimizer = AdamW(views, EIGHT)

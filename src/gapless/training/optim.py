@@ -127,6 +127,16 @@ class AdamW:
         """Updates made so far, a 0-d float32 tensor on the device."""
         return self._step_count
 
+    def update_bytes(self) -> int:
+        """What an update reads and writes at least: gradients, masters and moments both, low-precision copies once."""
+        total = 0
+        for local, master, *moments in self._state.values():
+            parts = [part for moment in moments for part in _parts(moment)]
+            gradient = 4 * master.numel()
+            total += 2 * (gradient + master.nbytes + sum(part.nbytes for part in parts))
+            total += 0 if master is local else local.nbytes
+        return total
+
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """The float32 gradient added up since the last step, shaped like this rank's part of the parameter."""
         grad = self._gradients[id(parameter)]
@@ -396,6 +406,10 @@ def state_shapes(views: Iterable[TensorView], config: OptimConfig) -> dict[str, 
         for kind in ("weight", *(() if wide else ("master",)), "exp_avg", "exp_avg_sq"):
             shapes[f"{kind}/{view.name}"] = view.full_shape
     return shapes
+
+
+def _parts(moment: Tensor | QuantizedMoment) -> tuple[Tensor, ...]:
+    return (moment,) if isinstance(moment, Tensor) else (moment.codes, moment.scales)
 
 
 def _wide(moment: Tensor | QuantizedMoment) -> Tensor:

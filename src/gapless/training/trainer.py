@@ -23,6 +23,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import torch
+from torch.profiler import record_function
 
 from gapless.adapters.lora import lora_layers, unchanged
 from gapless.checkpoint_file import folder_name, open_written
@@ -60,6 +61,9 @@ from gapless.training.schedule import make_schedule
 from gapless.training.signals import StopSignals
 from gapless.training.start import start_facts
 from gapless.training.step import LossFunction, PendingMetrics, StepNumbers, mean_loss, train_step
+
+NEXT_BATCH, READ_METRICS = "next batch", "read metrics"
+"""How a profiler's record names the two places where the loop may wait."""
 
 
 class NonFiniteLossError(ValueError):
@@ -328,7 +332,8 @@ class Trainer:
     def _train_step(self) -> None:
         """Launch a step, then read the metrics of the one before it."""
         self._writer.poll()
-        data = self._loader.next_step()
+        with record_function(NEXT_BATCH):
+            data = self._loader.next_step()
         with unchanged(*self._adapted):  # but by its end; callbacks, which may change them too, come after it
             metrics = train_step(
                 self._parallel,
@@ -393,7 +398,8 @@ class Trainer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        numbers = pending.metrics.read()
+        with record_function(READ_METRICS):
+            numbers = pending.metrics.read()
         loss, grad_norm = numbers.loss, numbers.grad_norm
         if not numbers.finite:
             raise NonFiniteLossError(self._non_finite_text(pending, loss, grad_norm))

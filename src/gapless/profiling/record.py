@@ -1,0 +1,283 @@
+"""Runs the first steps of a run under torch's profiler, in a folder of its own.
+
+    before      steps that warm up: kernels compile, the allocator gets its memory
+    plain       steps without a profiler, timed
+    measured    steps whose kernels, CUDA calls and operations are recorded: busy time, gaps, synchronisations
+    traced      steps with Python frames, shapes and memory besides, which slow the host down: lines, limits, memory
+
+Each recording begins two steps early: in the first the profiler starts up, in the second the host gets ahead of the GPU
+again. The loop is the trainer's own, with its loader, batches and lengths; nothing is saved.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from gapless.batch import Segments
+from gapless.config import LoggingConfig, OptimConfig, RunConfig
+from gapless.inference.load import DTYPES
+from gapless.models.decoder import Decoder, DecoderLayer
+from gapless.profiling.events import CallLines, Recording, Step, call_lines, read_trace
+from gapless.profiling.limits import AttentionWork, Rates, attention_work, measure_rates
+from gapless.training.callbacks import Callback, Run, TrainResult
+from gapless.training.metrics import Metrics
+from gapless.training.trainer import Trainer
+
+_LEARNING_RATE = 1e-9
+"""What a step takes does not depend on it, and with so small a one no step goes wrong."""
+_LEAD = 2
+"""Steps of a recording that are not of it: the profiler's own start, and the first one after."""
+
+
+@dataclass
+class Recorded:
+    """What was recorded of a run."""
+
+    rank: int
+    device: str
+    """As in "NVIDIA H200" or "cpu"."""
+    first_step: int
+    """Of the run: the first one of `measured`."""
+    plain: list[float]
+    """Seconds of steps without a profiler."""
+    measured: Recording
+    traced: Recording
+    rates: Rates | None
+    """None on a CPU."""
+    attention: AttentionWork | None
+    """Of the traced steps; None where segments were not seen."""
+    update_bytes: int
+    """Of an update of the optimizer."""
+    micro_batches: int
+    tokens: int
+    """T of a micro-batch."""
+    traces: dict[str, Path] = field(default_factory=dict)
+    """The exported traces by the name of their recording."""
+
+
+def record(config: RunConfig, folder: Path, *, steps: int, before: int) -> Recorded:
+    """Record some steps of a run.
+
+    Args:
+        config: the run.
+        folder: for traces and tokenised rows; what the trainer writes besides is removed again.
+        steps: to record, and to time without a profiler.
+        before: steps to warm up.
+
+    Raises:
+        ValueError: steps or before is less than 1, or the run is refused (see `Trainer`).
+        SystemExit: a signal stopped the run.
+    """
+    for name, value in (("steps", steps), ("before", before)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, not {value}")
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(folder, steps=steps, before=before)
+    run = _Steps(profiled(config, folder, recorder.total + 1), callbacks=[recorder])
+    try:
+        result = run.train()
+    finally:
+        recorder.close()
+        if run.rank == 0:
+            shutil.rmtree(folder / "run", ignore_errors=True)
+    if recorder.recorded is None:
+        print("stopped before its steps were recorded", file=sys.stderr)
+        raise SystemExit(result.exit_code)
+    if recorder.recorded.rates is not None and not recorder.recorded.measured.activities:
+        raise ValueError(
+            "the profiler recorded nothing of the GPU: torch could not use CUPTI (its messages are above); end another "
+            "profiler on this GPU, or give the container the permission"
+        )
+    return recorder.recorded
+
+
+def profiled(config: RunConfig, folder: Path, steps: int) -> RunConfig:
+    """The run as it is profiled: in another folder, without evaluation, checkpoints, wandb and a schedule."""
+    loggers = tuple(name for name in config.logging.report_to if name != "wandb")
+    rates, lengths = OptimConfig(), LoggingConfig()
+    return replace(
+        config,
+        data=replace(config.data, eval=(), cache_dir=config.data.cache_dir or str(folder / "tokens")),
+        optim=replace(
+            config.optim,
+            learning_rate=_LEARNING_RATE,
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+            warmup_ratio=0.0,
+            min_lr_ratio=rates.min_lr_ratio,
+            decay_ratio=rates.decay_ratio,
+        ),
+        training=replace(
+            config.training,
+            output_dir=str(folder / "run"),
+            max_steps=steps,
+            save_steps=None,
+            eval_steps=None,
+            per_device_eval_batch_size=None,
+        ),
+        logging=replace(config.logging, report_to=loggers, sample_prompts=(), sample_tokens=lengths.sample_tokens),
+    )
+
+
+class _Steps(Trainer):
+    """A run of which nothing is kept."""
+
+    def _save(self) -> None:
+        """No checkpoint."""
+
+    def _finish(self) -> TrainResult:
+        """No result."""
+        return self._train_result(None)
+
+
+class Recorder(Callback):
+    """Switches the profiler on and off between steps.
+
+    `on_step_end` is called once a step, always at the same place of the loop: steps are from one call to the next.
+    """
+
+    def __init__(self, folder: Path, *, steps: int, before: int) -> None:
+        """See `record`."""
+        self._folder, self._steps, self._before = folder, steps, before
+        self._called = self._first_step = 0
+        self._ends: list[float] = []
+        self._profiler: profile | None = None
+        self._recordings: dict[str, Recording] = {}
+        self._traces: dict[str, Path] = {}
+        self._batches: list[tuple[int, int, tuple[int, ...]]] = []
+        self._rates: Rates | None = None
+        self._model: nn.Module | None = None
+        self.recorded: Recorded | None = None
+
+    @property
+    def total(self) -> int:
+        """Steps of which the metrics must be read."""
+        return self._before + self._steps + 2 * (self._steps + _LEAD)
+
+    def on_train_begin(self, trainer: Run) -> None:
+        """Measure the machine, and see the batches that come by."""
+        assert isinstance(trainer, Trainer)
+        if trainer.device.type == "cuda":
+            self._rates = measure_rates(trainer.device, DTYPES[trainer.config.model.dtype])
+        self._hook = trainer.model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
+        """A step is launched, the one before it is done."""
+        self._called += 1
+        self._ends.append(time.perf_counter())
+        if self._profiler is not None:
+            self._profiler.step()
+        plain = self._before + self._steps
+        if self._called == plain:
+            self._first_step = int(metrics["step"]) + _LEAD + 2  # two more are launched by then
+            self._start(trainer, "measured")
+        elif self._called == plain + self._steps + _LEAD:
+            self._start(trainer, "traced")
+        elif self._called == self.total:
+            self._stop()
+            self._hook.remove()
+            self.recorded = self._collect(trainer)
+            trainer.stop()
+
+    def _start(self, trainer: Run, name: str) -> None:
+        """Begin a recording, after the end of another if there is one."""
+        self._stop()
+        assert isinstance(trainer, Trainer)
+        activities = [ProfilerActivity.CPU]
+        if trainer.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        traced = name == "traced"
+        path = self._folder / f"trace-{name}-rank{trainer.rank}.json.gz"
+        self._profiler = profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=1, active=self._steps + 1, repeat=1),
+            on_trace_ready=lambda finished: self._keep(name, path, finished),
+            record_shapes=traced,
+            with_stack=traced,
+            profile_memory=traced,
+        )
+        self._profiler.start()
+
+    def close(self) -> None:
+        """Give up a recording that is under way."""
+        if self._profiler is not None:
+            self._profiler.on_trace_ready = None
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+    def _keep(self, name: str, path: Path, finished: profile) -> None:
+        """Export the trace and read what is in it."""
+        finished.export_chrome_trace(str(path))
+        lines: CallLines = {}
+        if name == "traced":
+            assert finished.profiler is not None
+            assert finished.profiler.kineto_results is not None
+            lines = call_lines(finished.profiler.kineto_results.experimental_event_tree())
+        with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
+            recording = read_trace(json.load(file), lines)
+        self._traces[name] = path
+        self._recordings[name] = without_lead(recording)
+
+    def _see(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the documents of a micro-batch, and when it came, on the clock of the steps."""
+        segments = next((value for value in (*args, *kwargs.values()) if isinstance(value, Segments)), None)
+        if segments is not None:
+            self._batches.append((self._called, segments.tokens, segments.lengths))
+
+    def _collect(self, trainer: Run) -> Recorded:
+        assert isinstance(trainer, Trainer)
+        first = self.total - self._steps
+        batches = [lengths for called, _, lengths in self._batches if first <= called < self.total]
+        cuda = trainer.device.type == "cuda"
+        ends = self._ends[self._before - 1 : self._before + self._steps]
+        return Recorded(
+            rank=trainer.rank,
+            device=torch.cuda.get_device_name(trainer.device) if cuda else trainer.device.type,
+            first_step=self._first_step,
+            plain=[later - earlier for earlier, later in zip(ends, ends[1:], strict=False)],
+            measured=self._recordings["measured"],
+            traced=self._recordings["traced"],
+            rates=self._rates,
+            attention=_attention(trainer.model, batches),
+            update_bytes=trainer.optimizer.update_bytes(),
+            micro_batches=len(batches) // self._steps,
+            tokens=self._batches[-1][1] if self._batches else 0,
+            traces=self._traces,
+        )
+
+
+def _attention(model: Decoder, batches: Sequence[Sequence[int]]) -> AttentionWork | None:
+    """The work of the layers and heads that this rank has."""
+    layers = [layer.attention for layer in model.layers.values() if isinstance(layer, DecoderLayer)]
+    if not layers or not batches:
+        return None
+    heads = layers[0].qkv.leading[0] * layers[0].groups
+    windows = [layer.window for layer in layers]
+    return attention_work(batches, windows, heads, model.config.head_dim, model.config.head_dim)
+
+
+def without_lead(recording: Recording) -> Recording:
+    """The recording without its first step; steps are counted from 1."""
+    kept: Sequence[Step] = recording.steps[1:]
+    if not kept:
+        raise ValueError("the profiler recorded no whole step; record more of them")
+    return replace(
+        recording,
+        steps=tuple(Step(step.name, step.start, step.end, number) for number, step in enumerate(kept, start=1)),
+    )
