@@ -30,6 +30,8 @@ def field_docs(kind: type) -> dict[str, str]:
 def type_name(home: str) -> str:
     """What a value may be, in words."""
     hint = HINTS[home]
+    if typing.get_origin(hint) is typing.Union:
+        return "`auto` or true or false"
     if isinstance(hint, types.UnionType):
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) is typing.Literal:

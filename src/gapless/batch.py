@@ -87,6 +87,11 @@ class BatchLayout:
         """The smallest bucket that holds `num_trained` indices."""
         return next(size for size in self.buckets if size >= num_trained)
 
+    @property
+    def buffer_size(self) -> int:
+        """Elements of the largest batch's buffer."""
+        return sum(_batch_fields(self, self.buckets[-1]).values())
+
 
 @dataclass(frozen=True)
 class TileTables:
@@ -221,6 +226,10 @@ class PackedBatch:
     def pin_memory(self) -> PackedBatch:
         """The same batch in page-locked host memory."""
         return self._in(self.buffer.pin_memory())
+
+    def in_buffer(self, buffer: torch.Tensor) -> PackedBatch:
+        """The same batch as views of the start of a buffer, which holds a copy of this one's by the time it is read."""
+        return self._in(buffer[: len(self.buffer)])
 
     def _in(self, buffer: torch.Tensor) -> PackedBatch:
         lengths = self.segments.lengths

@@ -7,6 +7,7 @@ stderr. Paths in a file are relative to the file's folder; in the loaded configu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -331,6 +332,12 @@ def _convert(value: Any, hint: Any, *, words: bool) -> Any:
     """`value` as the type of a field; `words`: yes, no, on and off are truth values, as in YAML."""
     arguments = typing.get_args(hint)
     kind = typing.get_origin(hint) or hint
+    if kind is typing.Union:  # of choices and others, where `types.UnionType` is of a type and None
+        with contextlib.suppress(ValueError):
+            return _convert(value, arguments[0], words=words)
+        with contextlib.suppress(ValueError):
+            return _convert(value, arguments[1], words=words)
+        raise ValueError(f"must be {_expected(hint)}, not {_name(value)}")
     if kind is types.UnionType:
         inner = next(argument for argument in arguments if argument is not type(None))
         if value is None or (value == "none" and inner is not str):
@@ -370,6 +377,8 @@ def _convert_list(value: Any, item: Any, *, words: bool) -> tuple[Any, ...]:
 def _expected(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(json.dumps(choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Union:
+        return " or ".join(_expected(argument).removeprefix("one of ") for argument in typing.get_args(hint))
     names = {str: "a string", bool: "true or false", int: "an integer", float: "a finite number"}
     return names.get(hint, "a table of strings")
 
@@ -562,6 +571,8 @@ def _option_of_value(home: str, value: str) -> list[str] | None:
     section, _, key = home.partition(".")
     if hint is bool and value.lower() in _TRUTH:
         return [f"--{section}.{'' if _TRUTH[value.lower()] else 'no_'}{key}"]
+    if typing.get_origin(hint) is typing.Union and value.lower() in _TRUTH:
+        return [f"--{home}", str(_TRUTH[value.lower()])]
     if value in VALUES.get(home, {}):
         print(f'note: --{home} "{value}" is read as "{VALUES[home][value]}"', file=sys.stderr)
         return [f"--{home}", VALUES[home][value]]
