@@ -7,7 +7,6 @@ stderr. Paths in a file are relative to the file's folder; in the loaded configu
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import json
@@ -332,12 +331,6 @@ def _convert(value: Any, hint: Any, *, words: bool) -> Any:
     """`value` as the type of a field; `words`: yes, no, on and off are truth values, as in YAML."""
     arguments = typing.get_args(hint)
     kind = typing.get_origin(hint) or hint
-    if kind is typing.Union:  # of choices and others, where `types.UnionType` is of a type and None
-        with contextlib.suppress(ValueError):
-            return _convert(value, arguments[0], words=words)
-        with contextlib.suppress(ValueError):
-            return _convert(value, arguments[1], words=words)
-        raise ValueError(f"must be {_expected(hint)}, not {_name(value)}")
     if kind is types.UnionType:
         inner = next(argument for argument in arguments if argument is not type(None))
         if value is None or (value == "none" and inner is not str):
@@ -345,9 +338,9 @@ def _convert(value: Any, hint: Any, *, words: bool) -> Any:
         return _convert(value, inner, words=words)
     if kind is tuple:
         return _convert_list(value, arguments[0], words=words)
-    if kind is Literal and isinstance(value, str) and value in arguments:
+    if kind is Literal and isinstance(value, str | bool) and value in arguments:
         return value
-    if kind is bool and words and isinstance(value, str) and value.lower() in _TRUTH:
+    if (kind is bool or True in arguments) and words and isinstance(value, str) and value.lower() in _TRUTH:
         return _TRUTH[value.lower()]
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float and number and (isinstance(value, float) or abs(value) <= sys.float_info.max):
@@ -377,8 +370,6 @@ def _convert_list(value: Any, item: Any, *, words: bool) -> tuple[Any, ...]:
 def _expected(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(json.dumps(choice) for choice in typing.get_args(hint))
-    if typing.get_origin(hint) is typing.Union:
-        return " or ".join(_expected(argument).removeprefix("one of ") for argument in typing.get_args(hint))
     names = {str: "a string", bool: "true or false", int: "an integer", float: "a finite number"}
     return names.get(hint, "a table of strings")
 
@@ -571,7 +562,7 @@ def _option_of_value(home: str, value: str) -> list[str] | None:
     section, _, key = home.partition(".")
     if hint is bool and value.lower() in _TRUTH:
         return [f"--{section}.{'' if _TRUTH[value.lower()] else 'no_'}{key}"]
-    if typing.get_origin(hint) is typing.Union and value.lower() in _TRUTH:
+    if True in arguments and value.lower() in _TRUTH:  # a choice beside others
         return [f"--{home}", str(_TRUTH[value.lower()])]
     if value in VALUES.get(home, {}):
         print(f'note: --{home} "{value}" is read as "{VALUES[home][value]}"', file=sys.stderr)

