@@ -25,7 +25,7 @@ class Step:
 
 
 def varied_steps(layout: BatchLayout, count: int, *, accumulation: int = 3, device="cpu") -> list[Step]:
-    """Steps of all kinds: few and many documents, no, few and many trained tokens; in the second all, in the 8th none."""
+    """Steps of few and many documents, with no, few and many tokens trained; in the second all, in the eighth none."""
     draw = np.random.default_rng(0)
     steps = []
     for step in range(count):

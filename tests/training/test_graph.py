@@ -31,7 +31,7 @@ class Again:
         self.stale, self.recorded, self.forgotten, self.replays = stale, [], 0, 0
 
     def record(self, work, *args):
-        self.recorded.append((work.__name__, *[len(batch.trained) for batch in args]))
+        self.recorded.append((work.__name__, *[(len(batch.trained), batch.room) for batch in args]))
 
         def replay(*now):
             self.replays += 1
@@ -111,7 +111,9 @@ def test_kernels_go_by_what_is_in_the_buffer(kind):
 def test_adapters_are_copied_once_a_step(monkeypatch):
     copies = []
     plain = WideWeight.refresh
-    monkeypatch.setattr(WideWeight, "refresh", lambda self, *args, **kw: [copies.append(self), plain(self, *args, **kw)])
+    monkeypatch.setattr(
+        WideWeight, "refresh", lambda self, *args, **kw: [copies.append(self), plain(self, *args, **kw)]
+    )
     with kernels():
         model, optimizer = make_training("lora", dtype="bf16", num_hidden_layers=1)
         layout = layout_of(model, rows=1, row_tokens=16, row_documents=2)
@@ -270,7 +272,9 @@ def test_attention_without_kernels_is_an_obstacle(head_dim, found):
 
 
 def test_true_is_refused_with_the_reason_before_a_folder_is_made(inputs, tmp_path):
-    with pytest.raises(ValueError, match="training.cuda_graphs is true, but they need an NVIDIA GPU, and the device is"):
+    with pytest.raises(
+        ValueError, match="training.cuda_graphs is true, but they need an NVIDIA GPU, and the device is"
+    ):
         gapless.train(make_config(inputs, tmp_path / "run", cuda_graphs=True))
     assert not (tmp_path / "run").exists()
 

@@ -45,4 +45,6 @@ class Transfer:
             return Sent([batch.to(self._device) for batch in batches], None)
         with torch.cuda.stream(self._stream):
             sent = [batch.pin_memory().to(self._device) for batch in batches]
-            return Sent(sent, self._stream.record_event())
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+            return Sent(sent, copied)

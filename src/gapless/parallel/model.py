@@ -19,9 +19,7 @@ from gapless.parallel.pipeline import Pipeline
 from gapless.parallel.tensor import partial_parameters
 
 
-def add_micro_batch(
-    model: Decoder, batch: PackedBatch, share: Tensor, loss_fn: LossFunction | None = None
-) -> None:
+def add_micro_batch(model: Decoder, batch: PackedBatch, share: Tensor, loss_fn: LossFunction | None = None) -> None:
     """Add the gradients of a micro-batch's part of L, and that part to `share`, 0-d float32."""
     loss = batch_loss(model, batch, loss_fn) / batch.scalars.num_trained
     loss.backward()

@@ -1,9 +1,9 @@
 """A training step as CUDA graphs: what the host launches for a step are a few replays.
 
-One graph opens a step (low-precision copies of the adapters, the share of the loss cleared), one for each bucket of
-trained tokens is a micro-batch's forward and backward, one ends a step (norm, clip, update, metrics). All are of one
-pool of memory. They read batches from one buffer, into which each micro-batch is copied on the device before its graph
-is replayed; whatever changes from step to step is in it, on the device: N, learning rate, step and seed.
+One graph opens a step (low-precision copies of the adapters, the share of the loss cleared), one ends it (norm, clip,
+update, metrics), and one for each bucket of trained tokens and of documents is a micro-batch's forward and backward.
+All are of one pool of memory. They read batches from one buffer, into which each micro-batch is copied on the device
+before its graph is replayed; whatever changes from step to step is in it, on the device: N, learning rate, step, seed.
 
 A part of a step is run as it is when it is first needed, launched for any batch (`as_captured`), and recorded right
 after: this run is the step's own, so there is no warm-up whose traces were to be removed. A graph adds gradients in
@@ -120,7 +120,7 @@ class GraphStep:
         self._scalars: StepScalars | None = None
         self._share, self._tokens, self._stops = (torch.zeros((), device=device) for _ in range(3))
         self._values = torch.zeros(5, device=device)
-        self._replays: dict[str | int, Work] = {}
+        self._replays: dict[str | tuple[int, int], Work] = {}
         self._recorded_for: tuple[Any, ...] | None = None
         self._show, self._shown = show, False
 
@@ -140,7 +140,7 @@ class GraphStep:
         for batch in data.micro_batches:
             if batch.num_trained:
                 self._buffer[: len(batch.buffer)].copy_(batch.buffer)
-                self._run(len(batch.trained), self._micro_batch, batch)
+                self._run((len(batch.trained), batch.room), self._micro_batch, batch)
         # Numbers of the host, by a fill, which does not wait.
         self._tokens.fill_(own_tokens(self._model, data))
         self._stops.fill_(stop)
@@ -154,7 +154,7 @@ class GraphStep:
             self._replays.clear()
             self._recorder.forget()
 
-    def _run(self, name: str | int, work: Work, *args: Any) -> bool:
+    def _run(self, name: str | tuple[int, int], work: Work, *args: Any) -> bool:
         """Do a part of a step; whether it was a replay, of which the host knows nothing."""
         replay = self._replays.get(name)
         if replay is not None:
