@@ -528,8 +528,8 @@ def _view_segments(
 ) -> Segments:
     """`room`: leave out the places of more documents than this."""
     counts = np.asarray([*lengths, tokens - _end(lengths, starts)], dtype=np.int64)
-    # A slice is no longer than what there is. The tail counts as one more.
-    rows = [(None, None) if room is None else _table_sizes(spec, tokens, room + 1) for spec in tiles]
+    # Of k parts of T tokens, the tail one of them, fewer than T / tile + k tiles are in use.
+    rows = [(None, None) if room is None else _table_sizes(spec, tokens, room) for spec in tiles]
     tables = {
         spec: TileTables(
             forward=views[f"forward{index}"].view(-1, 2)[: rows[index][0]],

@@ -56,7 +56,7 @@ def layout_of(model, **sizes):
 
 
 def both(kind, count, *, recorder=None, path=nullcontext, sizes=None, accumulation=3, **settings):
-    """Train twice, plainly and in parts; returns the recorder and the number of steps that were made."""
+    """Train twice, plainly and in parts; returns the recorder, the steps that were made, and all their parts."""
     with path():
         plain, plain_optimizer = make_training(kind, **settings)
         model, optimizer = make_training(kind, **settings)
@@ -64,7 +64,7 @@ def both(kind, count, *, recorder=None, path=nullcontext, sizes=None, accumulati
         recorder = recorder or Again()
         graphs = GraphStep(model, optimizer, layout, recorder)
         steps = zip(*(varied_steps(layout, count, accumulation=accumulation) for _ in range(2)), strict=True)
-        made = 0
+        made = parts = 0
         for index, (here, there) in enumerate(steps):
             expected = train_step(plain, plain_optimizer, here, stop=index == 5)
             found = graphs(there, stop=index == 5)
@@ -72,9 +72,10 @@ def both(kind, count, *, recorder=None, path=nullcontext, sizes=None, accumulati
                 assert found is None
                 continue
             made += 1
+            parts += 2 + sum(batch.num_trained > 0 for batch in here.micro_batches)
             assert torch.equal(found.values, expected.values), index
         assert_same_state(optimizer, plain_optimizer)
-    return recorder, made
+    return recorder, made, parts
 
 
 @pytest.mark.parametrize(
@@ -88,12 +89,12 @@ def both(kind, count, *, recorder=None, path=nullcontext, sizes=None, accumulati
     ],
 )
 def test_fifty_steps_have_the_bits_of_plain_ones(kind, settings):
-    recorder, made = both(kind, 50, **settings)
+    recorder, made, parts = both(kind, 50, **settings)
     assert made == 49  # one has nothing to train
     names = [name for name, *_ in recorder.recorded]
     assert names.count("_begin") == names.count("_end") == 1
     assert len(set(recorder.recorded)) == len(recorder.recorded) >= 2 + 7  # of each bucket one
-    assert recorder.replays > 150
+    assert recorder.replays + len(recorder.recorded) == parts > 150  # where nothing is trained nothing is done
     assert not recorder.forgotten
 
 
@@ -102,7 +103,7 @@ def test_kernels_go_by_what_is_in_the_buffer(kind):
     """Replayed with the host's numbers of the batch that was recorded, as in a graph."""
     small = {"num_hidden_layers": 1, "vocab_size": 256}
     sizes = {"rows": 1, "row_tokens": 32, "row_documents": 4}
-    recorder, _ = both(
+    recorder, *_ = both(
         kind, 4, recorder=Again(stale=True), path=kernels, sizes=sizes, accumulation=2, dtype="bf16", **small
     )  # fmt: skip
     assert recorder.replays > 6
