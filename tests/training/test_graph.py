@@ -30,6 +30,9 @@ class Again:
         """`stale`: with the arguments of then, as a CUDA graph does, and not with those of now."""
         self.stale, self.recorded, self.forgotten, self.replays = stale, [], 0, 0
 
+    def run(self, work, *args):
+        work(*args)
+
     def record(self, work, *args):
         self.recorded.append((work.__name__, *[(len(batch.trained), batch.room) for batch in args]))
 

@@ -6,8 +6,9 @@ All are of one pool of memory. They read batches from one buffer, into which eac
 before its graph is replayed; whatever changes from step to step is in it, on the device: N, learning rate, step, seed.
 
 A part of a step is run as it is when it is first needed, launched for any batch (`as_captured`), and recorded right
-after: this run is the step's own, so there is no warm-up whose traces were to be removed. A graph adds gradients in
-place into the optimizer's buffers, as autograd does in every step. The numbers are those of `train_step`, bit for bit.
+after: this run is the step's own, so there is no warm-up whose traces were to be removed. It takes the graphs' memory,
+so that a step needs no more than a plain one. A graph adds gradients in place into the optimizer's buffers, as autograd
+does in every step. The numbers are those of `train_step`, bit for bit.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ Work = Callable[..., None]
 class Recorder(Protocol):
     """Records work on the device."""
 
+    def run(self, work: Work, *args: Any) -> None:
+        """Call work(*args), in the memory of what is recorded; what it leaves behind is in that memory, too."""
+        ...
+
     def record(self, work: Work, *args: Any) -> Work:
         """Record what work(*args) does on the device, and do nothing there.
 
@@ -53,33 +58,61 @@ class CudaRecorder:
     """Records CUDA graphs that share a pool of memory; they are replayed on one stream, one at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        """Open a pool on a GPU."""
+        """For a GPU."""
         self._device = device
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._pool: torch.cuda.MemPool | None = None
         # Ordinary streams are handed out in turn, the same one to many. This one nobody else may get: what another
         # thread put on it (a batch's copy) would be captured.
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self.forget()
 
     def forget(self) -> None:
-        """See `Recorder`. The pool goes with the last of its graphs."""
-        self._pool = torch.cuda.graph_pool_handle()
+        """See `Recorder`. The memory goes too."""
+        torch.cuda.synchronize(self._device)
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self._pool = None
+
+    def run(self, work: Work, *args: Any) -> None:
+        """See `Recorder`. On the stream of captures: memory that was another stream's is not theirs."""
+        torch.cuda.empty_cache()  # the pool cannot have it where memory becomes short
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with (
+            torch.cuda.stream(self._stream),
+            torch.cuda.use_mem_pool(self._memory(), self._device),
+            # A pool takes what one thread allocates: this one shall go backward, too.
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            work(*args)
+        current.wait_stream(self._stream)
 
     def record(self, work: Work, *args: Any) -> Work:
         """See `Recorder`."""
         # What is dead but not yet collected must not be freed, nor a node of autograd be found again, in the capture.
         gc.collect()
         graph = torch.cuda.CUDAGraph()
+        pool: Any = self._memory().id
         try:
             with (
                 torch.cuda.device(self._device),
                 # Of this thread: others go on to pin memory and to copy batches.
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
+                torch.autograd.set_multithreading_enabled(False),
             ):
                 work(*args)
         except RuntimeError as error:
             error.add_note("while a training step was captured; with training.cuda_graphs = false none is")
             raise
+        self._graphs.append(graph)
         return lambda *_: graph.replay()
+
+    def _memory(self) -> torch.cuda.MemPool:
+        if self._pool is None:
+            with torch.cuda.device(self._device):
+                self._pool = torch.cuda.MemPool()
+        return self._pool
 
 
 class GraphStep:
@@ -151,8 +184,8 @@ class GraphStep:
     def close(self) -> None:
         """Let go of all that was recorded, and its memory."""
         if self._replays:
-            self._replays.clear()
             self._recorder.forget()
+            self._replays.clear()
 
     def _run(self, name: str | tuple[int, int], work: Work, *args: Any) -> bool:
         """Do a part of a step; whether it was a replay, of which the host knows nothing."""
@@ -160,14 +193,23 @@ class GraphStep:
         if replay is not None:
             replay(*args)
             return True
+        if self._hooked():
+            self._plainly(work, *args)
+            return False
         with as_captured():
-            work(*args)
-            if not self._hooked():
-                self._replays[name] = self._recorder.record(work, *args)
-            elif not self._shown:
-                self._shown = True
-                self._show("note: modules have hooks, which run on the host, so training steps are not CUDA graphs")
+            # What the others leave behind is for good: weights with room for adapters, tables of the optimizer.
+            if work == self._micro_batch:
+                self._recorder.run(work, *args)
+            else:
+                work(*args)
+            self._replays[name] = self._recorder.record(work, *args)
         return False
+
+    def _plainly(self, work: Work, *args: Any) -> None:
+        work(*args)
+        if not self._shown:
+            self._shown = True
+            self._show("note: modules have hooks, which run on the host, so training steps are not CUDA graphs")
 
     # ---- the parts ----
 
