@@ -105,11 +105,11 @@ def test_fifty_steps_have_the_bits_of_plain_ones(kind, settings):
 def test_kernels_go_by_what_is_in_the_buffer(kind):
     """Replayed with the host's numbers of the batch that was recorded, as in a graph."""
     small = {"num_hidden_layers": 1, "vocab_size": 256}
-    sizes = {"rows": 1, "row_tokens": 32, "row_documents": 4}
+    sizes = {"rows": 1, "row_tokens": 16, "row_documents": 4}
     recorder, *_ = both(
-        kind, 4, recorder=Again(stale=True), path=kernels, sizes=sizes, accumulation=2, dtype="bf16", **small
+        kind, 3, recorder=Again(stale=True), path=kernels, sizes=sizes, accumulation=2, dtype="bf16", **small
     )  # fmt: skip
-    assert recorder.replays > 6
+    assert recorder.replays >= 5
 
 
 def test_adapters_are_copied_once_a_step(monkeypatch):
