@@ -1,13 +1,14 @@
 """A step in parts that are recorded once: the same bits as `train_step`. On a CPU to replay is to run a part again."""
 
 import signal
-from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
 import gapless
 from gapless.adapters.lora import lora_layers
+from gapless.batch import Document, build_batch
 from gapless.config import OptimConfig
 from gapless.kernels.lora import WideWeight
 from gapless.kernels.runtime import as_captured, forced
@@ -18,7 +19,7 @@ from gapless.training.step import mean_loss, train_step
 from gapless.training.trainer import Trainer
 from kernels.tools import kernels
 from training.runs import assert_same_outcome, make_config, outcome, write_inputs
-from training.steps import assert_same_state, make_training, state_of, varied_steps
+from training.steps import Step, assert_same_state, make_training, state_of, varied_steps
 
 ALONE = dict.fromkeys(("pipeline", "replicate", "shard", "context", "tensor"), 1)
 
@@ -58,26 +59,25 @@ def layout_of(model, **sizes):
     return model.stages[0].batch_layout(**{"rows": 2, "row_tokens": 24, "row_documents": 6, **sizes})
 
 
-def both(kind, count, *, recorder=None, path=nullcontext, sizes=None, accumulation=3, **settings):
+def both(kind, count, **settings):
     """Train twice, plainly and in parts; returns the recorder, the steps that were made, and all their parts."""
-    with path():
-        plain, plain_optimizer = make_training(kind, **settings)
-        model, optimizer = make_training(kind, **settings)
-        layout = layout_of(model, **(sizes or {}))
-        recorder = recorder or Again()
-        graphs = GraphStep(model, optimizer, layout, recorder)
-        steps = zip(*(varied_steps(layout, count, accumulation=accumulation) for _ in range(2)), strict=True)
-        made = parts = 0
-        for index, (here, there) in enumerate(steps):
-            expected = train_step(plain, plain_optimizer, here, stop=index == 5)
-            found = graphs(there, stop=index == 5)
-            if expected is None:
-                assert found is None
-                continue
-            made += 1
-            parts += 2 + sum(batch.num_trained > 0 for batch in here.micro_batches)
-            assert torch.equal(found.values, expected.values), index
-        assert_same_state(optimizer, plain_optimizer)
+    plain, plain_optimizer = make_training(kind, **settings)
+    model, optimizer = make_training(kind, **settings)
+    layout = layout_of(model)
+    recorder = Again()
+    graphs = GraphStep(model, optimizer, layout, recorder)
+    steps = zip(varied_steps(layout, count), varied_steps(layout, count), strict=True)
+    made = parts = 0
+    for index, (here, there) in enumerate(steps):
+        expected = train_step(plain, plain_optimizer, here, stop=index == 5)
+        found = graphs(there, stop=index == 5)
+        if expected is None:
+            assert found is None
+            continue
+        made += 1
+        parts += 2 + sum(batch.num_trained > 0 for batch in here.micro_batches)
+        assert torch.equal(found.values, expected.values), index
+    assert_same_state(optimizer, plain_optimizer)
     return recorder, made, parts
 
 
@@ -103,13 +103,26 @@ def test_fifty_steps_have_the_bits_of_plain_ones(kind, settings):
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_kernels_go_by_what_is_in_the_buffer(kind):
-    """Replayed with the host's numbers of the batch that was recorded, as in a graph."""
-    small = {"num_hidden_layers": 1, "vocab_size": 256}
-    sizes = {"rows": 1, "row_tokens": 16, "row_documents": 4}
-    recorder, *_ = both(
-        kind, 3, recorder=Again(stale=True), path=kernels, sizes=sizes, accumulation=2, dtype="bf16", **small
-    )  # fmt: skip
-    assert recorder.replays >= 5
+    """Replayed with the host's numbers of the batch that was recorded, as in a graph: one of fewer documents."""
+    draw = np.random.default_rng(0)
+    with kernels():
+        (plain, plain_optimizer), (model, optimizer) = (
+            make_training(kind, dtype="bf16", num_hidden_layers=1) for _ in range(2)
+        )
+        layout, recorder = layout_of(model, rows=1, row_tokens=32, row_documents=40), Again(stale=True)
+        graphs = GraphStep(model, optimizer, layout, recorder)
+        for index, lengths in enumerate([(20, 4, 4, 4), (3,) * 10, (2, 9, 1, 1, 8)]):
+            tokens = [draw.integers(0, 256, length).astype(np.int32) for length in lengths]
+            row = [
+                Document(text, np.arange(len(text)) == (1 if place < 2 else -1)) for place, text in enumerate(tokens)
+            ]
+            here, there = (
+                build_batch(layout, [row], learning_rate=1e-2 / (1 + index), step=index, seed=5) for _ in range(2)
+            )
+            expected = train_step(plain, plain_optimizer, Step([here], 2))
+            assert torch.equal(graphs(Step([there], 2)).values, expected.values)
+        assert len(recorder.recorded) == 3
+        assert_same_state(optimizer, plain_optimizer)
 
 
 def test_adapters_are_copied_once_a_step(monkeypatch):
