@@ -33,7 +33,9 @@ def type_name(home: str) -> str:
     if isinstance(hint, types.UnionType):
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) is typing.Literal:
-        return " or ".join(f"`{choice}`" for choice in typing.get_args(hint))
+        return " or ".join(
+            str(choice).lower() if isinstance(choice, bool) else f"`{choice}`" for choice in typing.get_args(hint)
+        )
     if typing.get_origin(hint) is tuple:
         choices = typing.get_args(typing.get_args(hint)[0])
         return "list of " + (" and ".join(f"`{choice}`" for choice in choices) if choices else "strings")

@@ -251,3 +251,28 @@ def test_segments_of_a_cache_keep_their_spans():
     assert where.positions[[0, 2, 3, 20, 21, 22]].tolist() == [4, 6, 0, 7, 8, 0]
     assert where.max_seqlen == 3
     assert where.cu_seqlens.tolist() == [0, 10, 20, 30, 30]
+
+
+def test_a_batch_with_room_for_fewer_documents_loses_nothing():
+    """What a captured step reads of a batch is all there is of it, and holds any batch of as much room."""
+    spec = TileSpec(query_tile=4, key_tile=8)
+    layout = BatchLayout(rows=2, row_tokens=32, row_documents=32, tiles=(spec,))
+    assert [layout.document_bucket(count) for count in (0, 2, 3, 5, 6, 17, 18, 65)] == [2, 2, 5, 5, 17, 17, 65, 65]
+    for count in (1, 2, 4, 5, 17, 30):
+        lengths = [1] * (count - 1) + [3]  # ragged tiles, and a tail in the second row
+        batch = build_batch(layout, [[document(length) for length in lengths]])
+        buffer = torch.full((layout.buffer_size,), -7, dtype=torch.int32)
+        buffer[: len(batch.buffer)] = batch.buffer
+        here = batch.in_buffer(buffer)
+        room = here.segments.seqused.numel()
+        assert room == batch.room == layout.document_bucket(count)
+        assert here.segments.cu_seqlens.tolist() == batch.segments.cu_seqlens[: room + 1].tolist()
+        assert here.segments.cu_seqlens.numel() == room + 1
+        for name in ("forward", "backward"):
+            whole, cut = (getattr(x.segments.tile_tables(spec), name) for x in (batch, here))
+            used = getattr(batch.segments.tile_tables(spec), f"{name}_used")
+            assert used <= len(cut) <= len(whole)
+            assert torch.equal(cut, whole[: len(cut)])
+            assert (whole[len(cut) :, 0] == -1).all()
+        assert torch.equal(here.labels, batch.labels)
+        assert here.scalars.step.data_ptr() == buffer[2].data_ptr()

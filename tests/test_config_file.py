@@ -118,7 +118,7 @@ def test_yaml_scalars_are_what_they_look_like(tmp_path):
     model: {path: no}
     data: {train: a.jsonl, packing: off, columns: {prompt: yes, completion: on}}
     optim: {learning_rate: 1e-4, warmup_ratio: .5, weight_decay: 1}
-    training: {output_dir: 2024-01-01, save_total_limit: null, max_steps: 10}
+    training: {output_dir: 2024-01-01, save_total_limit: null, max_steps: 10, cuda_graphs: on}
     logging: {report_to: none}
     """
     config = load_config(write(tmp_path, text, "run.yaml"))
@@ -128,6 +128,7 @@ def test_yaml_scalars_are_what_they_look_like(tmp_path):
     assert (config.optim.learning_rate, config.optim.warmup_ratio, config.optim.weight_decay) == (1e-4, 0.5, 1.0)
     assert config.training.output_dir == str(tmp_path / "2024-01-01")
     assert config.training.save_total_limit is None
+    assert config.training.cuda_graphs is True
     assert config.logging.report_to == ()
 
 
@@ -198,6 +199,7 @@ REFUSED = [
     ("seed = 2147483648", "training.seed: must be at least 0 and at most 2147483647, not 2147483648"),
     ("lora_r = 8\n[adapter]\nr = 8", "adapter.r: sets adapter.r, which lora_r has set already; keep one of them"),
     ('logging = "x"', 'logging: is a section, a table of keys, not the string "x"'),
+    ('cuda_graphs = "always"', 'training.cuda_graphs: must be one of "auto", true, false, not the string "always"'),
     ('report_to = ["mlflow"]', 'logging.report_to: must be one of "tensorboard", "wandb"'),
     ('chat_template = ""', "data.chat_template: is an empty path"),
     ("columns = {prompt = 3}", "data.columns: must be a table of strings, not a table"),
@@ -267,6 +269,9 @@ def test_overrides_win_and_start_in_the_current_folder(tmp_path, monkeypatch):
         (["--logging.report_to", "none"], "logging.report_to", ()),
         (["--logging.sample_prompts", "none"], "logging.sample_prompts", ("none",)),
         (["--data.cache_dir", "none"], "data.cache_dir", os.path.abspath("none")),
+        (["--training.cuda_graphs", "false"], "training.cuda_graphs", False),
+        (["--training.cuda-graphs=true"], "training.cuda_graphs", True),
+        (["--training.cuda_graphs", "auto"], "training.cuda_graphs", "auto"),
     ],
 )
 def test_overrides_spelt_as_in_a_file(tmp_path, tokens, home, value):

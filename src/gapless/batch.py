@@ -87,6 +87,19 @@ class BatchLayout:
         """The smallest bucket that holds `num_trained` indices."""
         return next(size for size in self.buckets if size >= num_trained)
 
+    def document_bucket(self, count: int) -> int:
+        """Room for at least `count` documents: a 64th, a 16th, a quarter or all of `max_documents`.
+
+        A captured step launches work for as many as there may be. Most batches have far fewer than the layout allows.
+        """
+        sizes = (-(-self.max_documents // share) for share in (64, 16, 4, 1))
+        return next(size for size in sizes if size >= count)
+
+    @property
+    def buffer_size(self) -> int:
+        """Elements of the largest batch's buffer."""
+        return sum(_batch_fields(self, self.buckets[-1]).values())
+
 
 @dataclass(frozen=True)
 class TileTables:
@@ -222,9 +235,21 @@ class PackedBatch:
         """The same batch in page-locked host memory."""
         return self._in(self.buffer.pin_memory())
 
-    def _in(self, buffer: torch.Tensor) -> PackedBatch:
+    @property
+    def room(self) -> int:
+        """The layout's `document_bucket` for this batch."""
+        return self.layout.document_bucket(len(self.segments.lengths))
+
+    def in_buffer(self, buffer: torch.Tensor) -> PackedBatch:
+        """The same batch as views of the start of a buffer, which holds a copy of this one's by the time it is read.
+
+        Its tables and lists of documents are as long as any batch needs that has as much `room`.
+        """
+        return self._in(buffer[: len(self.buffer)], self.room)
+
+    def _in(self, buffer: torch.Tensor, room: int | None = None) -> PackedBatch:
         lengths = self.segments.lengths
-        return _view_batch(buffer, self.layout, lengths, self.num_trained, self.step_trained, self.row_ids)
+        return _view_batch(buffer, self.layout, lengths, self.num_trained, self.step_trained, self.row_ids, room)
 
 
 @dataclass(frozen=True)
@@ -499,12 +524,16 @@ def _view_segments(
     offsets: tuple[int, ...],
     tokens: int,
     tiles: Sequence[TileSpec],
+    room: int | None = None,
 ) -> Segments:
+    """`room`: leave out the places of more documents than this."""
     counts = np.asarray([*lengths, tokens - _end(lengths, starts)], dtype=np.int64)
+    # Of k parts of T tokens, the tail one of them, fewer than T / tile + k tiles are in use.
+    rows = [(None, None) if room is None else _table_sizes(spec, tokens, room) for spec in tiles]
     tables = {
         spec: TileTables(
-            forward=views[f"forward{index}"].view(-1, 2),
-            backward=views[f"backward{index}"].view(-1, 2),
+            forward=views[f"forward{index}"].view(-1, 2)[: rows[index][0]],
+            backward=views[f"backward{index}"].view(-1, 2)[: rows[index][1]],
             forward_used=int((-(-counts // spec.query_tile)).sum()),
             backward_used=int((-(-counts // spec.key_tile)).sum()),
         )
@@ -516,9 +545,9 @@ def _view_segments(
         lengths=lengths,
         starts=starts,
         offsets=offsets,
-        cu_seqlens=views["cu_seqlens"],
-        seqused=views["seqused"],
-        offset=views["offset"],
+        cu_seqlens=views["cu_seqlens"][: None if room is None else room + 1],
+        seqused=views["seqused"][:room],
+        offset=views["offset"][:room],
         positions=views["positions"],
         tiles=MappingProxyType(tables),
         dropout=counters,
@@ -532,6 +561,7 @@ def _view_batch(
     num_trained: int,
     step_trained: int,
     row_ids: tuple[int, ...],
+    room: int | None = None,
 ) -> PackedBatch:
     views = _torch_views(buffer, _batch_fields(layout, layout.bucket(num_trained)))
     starts, offsets = _running_starts(lengths), (0,) * len(lengths)
@@ -543,7 +573,7 @@ def _view_batch(
         num_trained=num_trained,
         num_tokens=sum(lengths),
         step_trained=step_trained,
-        segments=_view_segments(views, lengths, starts, offsets, layout.tokens, layout.tiles),
+        segments=_view_segments(views, lengths, starts, offsets, layout.tokens, layout.tiles, room),
         scalars=StepScalars(scalars[0], scalars[1].view(torch.float32), scalars[2], scalars[3]),
         row_ids=row_ids,
         layout=layout,

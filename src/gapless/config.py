@@ -137,6 +137,8 @@ class TrainingConfig:
     """Seed of the order of rows, new weights and dropout."""
     deterministic: bool = True
     """Same seed, same bits; false may be faster."""
+    cuda_graphs: Literal["auto", True, False] = "auto"
+    """Launch a step as a few CUDA graphs, with the same bits; auto: where that is possible, with a line where not."""
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -338,9 +338,9 @@ def _convert(value: Any, hint: Any, *, words: bool) -> Any:
         return _convert(value, inner, words=words)
     if kind is tuple:
         return _convert_list(value, arguments[0], words=words)
-    if kind is Literal and isinstance(value, str) and value in arguments:
+    if kind is Literal and isinstance(value, str | bool) and value in arguments:
         return value
-    if kind is bool and words and isinstance(value, str) and value.lower() in _TRUTH:
+    if (kind is bool or True in arguments) and words and isinstance(value, str) and value.lower() in _TRUTH:
         return _TRUTH[value.lower()]
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float and number and (isinstance(value, float) or abs(value) <= sys.float_info.max):
@@ -562,6 +562,8 @@ def _option_of_value(home: str, value: str) -> list[str] | None:
     section, _, key = home.partition(".")
     if hint is bool and value.lower() in _TRUTH:
         return [f"--{section}.{'' if _TRUTH[value.lower()] else 'no_'}{key}"]
+    if True in arguments and value.lower() in _TRUTH:  # a choice beside others
+        return [f"--{home}", str(_TRUTH[value.lower()])]
     if value in VALUES.get(home, {}):
         print(f'note: --{home} "{value}" is read as "{VALUES[home][value]}"', file=sys.stderr)
         return [f"--{home}", VALUES[home][value]]

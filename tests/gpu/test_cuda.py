@@ -3,6 +3,7 @@
 import os
 import signal
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import gapless
 from gapless.training.callbacks import Callback
 from gapless.training.checkpoint import list_checkpoints
+from gapless.training.graph import CudaRecorder
 from gapless.training.metrics import read_metrics
 from gapless.training.trainer import Trainer
 from training.runs import assert_same_outcome, make_config, outcome, write_inputs
@@ -69,22 +71,34 @@ def test_generation_is_that_of_a_cpu(inputs):
     assert answers["cuda"] == answers["cpu"]
 
 
-def test_a_step_reads_nothing_back(inputs, tmp_path, monkeypatch):
-    """From the batch's arrival to the optimizer's end, nothing waits for the device."""
-    from gapless.training import trainer as module
+@contextmanager
+def sync_debug(mode):
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
-    plain, steps = module.train_step, []
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_step_reads_nothing_back(inputs, tmp_path, monkeypatch, kind, graphs):
+    """From the batch's arrival to the optimizer's end, nothing waits for the device; to record a graph does, once."""
+    launch, record, steps = Trainer._launch, CudaRecorder.record, []
 
     def watched(*args, **settings):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            steps.append(plain(*args, **settings))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with sync_debug("error"):
+            steps.append(launch(*args, **settings))
         return steps[-1]
 
-    monkeypatch.setattr(module, "train_step", watched)
+    def recorded(*args):
+        with sync_debug("default"):
+            return record(*args)
+
+    monkeypatch.setattr(Trainer, "_launch", watched)
+    monkeypatch.setattr(CudaRecorder, "record", recorded)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        gapless.train(make_config(inputs, tmp_path / "run", device="cuda", dtype="bf16"))
+        gapless.train(make_config(inputs, tmp_path / "run", kind, device="cuda", dtype="bf16", cuda_graphs=graphs))
     assert len(steps) == 10

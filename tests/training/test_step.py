@@ -223,14 +223,14 @@ def test_train_step_takes_the_batch_s_learning_rate(dtype):
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_metrics_arrive_on_the_host(finite):
-    metrics = StepMetrics(*map(torch.tensor, (1.25, 0.3, finite, 77.0, 0.0)))
+    metrics = StepMetrics.of(*map(torch.tensor, (1.25, 0.3, finite, 77.0, 0.0)))
     assert PendingMetrics(metrics).read() == (1.25, torch.tensor(0.3).item(), finite, 77, False)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_metrics_do_not_wait_for_what_was_launched_after_them():
-    metrics = StepMetrics(*(torch.ones((), device="cuda") for _ in range(5)))
+    metrics = StepMetrics.of(*(torch.ones((), device="cuda") for _ in range(5)))
     PendingMetrics(metrics).read()  # pinned memory is there from now on
     torch.cuda.synchronize()
     pending = PendingMetrics(metrics)

@@ -50,6 +50,8 @@ class LoraLinear(Linear):
 
     trusted = False
     """Whether nobody changes the adapters for now, so that low-precision copies of them need not be made again."""
+    copied = False
+    """Whether `copy_adapters` makes those copies, before each forward or each replay of a captured one."""
     gathered = False
     """Whether FSDP2 lends the layer its parameters for each forward: memory that is no place for a buffer's view."""
     _wide: WideWeight | None = None
@@ -119,6 +121,7 @@ class LoraLinear(Linear):
                 dropout=drop,
                 spare=spare,
                 trusted=self.trusted,
+                copied=self.copied,
             )
         y = self.base(x, residual)
         if drop is not None:
@@ -165,6 +168,17 @@ class LoraLinear(Linear):
         self.trusted = True
         if self._wide is not None:
             self._wide.forget()
+
+    def copy_adapters(self) -> None:
+        """Make the low-precision copies, where kernels run; see `copied`."""
+        base = self._widened(None)
+        if base is not None:
+            self._wide_weight(base).refresh(self.lora_a, [self.lora_b[part.name] for part in self.adapted])
+
+    def replayed(self) -> None:
+        """Count a replay of a CUDA graph that holds `copy_adapters`."""
+        if self._wide is not None:
+            self._wide.replayed()
 
     @property
     def input_range(self) -> tuple[int, int]:
@@ -268,6 +282,18 @@ def unchanged(*modules: nn.Module) -> Generator[None]:
     finally:
         for layer, trusted in zip(layers, before, strict=True):
             layer.trusted = trusted
+
+
+@contextmanager
+def copied(layers: Collection[LoraLinear]) -> Generator[None]:
+    """Forwards take the copies that `copy_adapters` has made, while entered."""
+    for layer in layers:
+        layer.copied = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.copied = False
 
 
 # ---- applying adapters to a decoder ----

@@ -1,4 +1,4 @@
-"""The loader: optimizer steps of packed micro-batches, built ahead in a worker thread, resumable at any step.
+"""The loader: optimizer steps of packed micro-batches, built and sent ahead by a worker thread, resumable at any step.
 
 The rows of an epoch have one global order that follows from the seed alone. With G = rows x accumulation x world size,
 step s takes the rows [s G, (s + 1) G); micro-batch m of rank r takes `rows` of them from s G + (m x world size + r) x
@@ -22,6 +22,7 @@ import torch
 from gapless.batch import BatchLayout, PackedBatch, build_batch
 from gapless.data.packing import Plan, plan_epoch
 from gapless.data.store import TokenStore
+from gapless.data.transfer import Sent, Transfer
 
 STATE_VERSION = 1
 
@@ -62,7 +63,7 @@ class Loader:
         rank: of this process among the data-parallel ones.
         world_size: data-parallel processes.
         device: where the batches go.
-        prefetch: steps built ahead.
+        prefetch: steps built and sent ahead.
 
     Raises:
         ValueError: a document does not fit in a row, or a number is out of range.
@@ -117,6 +118,7 @@ class Loader:
         }
         self._position = _Position(step=0, epoch=0, step_in_epoch=0)
         self._next_to_build = self._position
+        self._transfer: Transfer | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[_Built]] = deque()
 
@@ -135,6 +137,8 @@ class Loader:
 
     def next_step(self) -> TrainStep:
         """The next step, through the epochs without end. What went wrong in the worker is raised here."""
+        if self._transfer is None:
+            self._transfer = Transfer(self._device)
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="gapless-loader", initializer=self._use_device)
         while len(self._ahead) < self._prefetch:
@@ -145,8 +149,7 @@ class Loader:
         self._ahead.popleft()
         self._ahead.append(self._worker.submit(self._build))
         self._position = built.after
-        on_device = [batch.to(self._device) for batch in built.step.micro_batches]
-        built.step.micro_batches = on_device
+        built.step.micro_batches = built.sent.take()
         return built.step
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,11 +244,11 @@ class Loader:
             )
             for micro in rows
         ]
-        if self._device.type == "cuda":
-            batches = [batch.pin_memory() for batch in batches]
+        assert self._transfer is not None, "next_step makes it before it starts the worker"
+        sent = self._transfer.start(batches)
         after = _Position(position.step + 1, position.epoch, position.step_in_epoch + 1)
         step = TrainStep(
-            micro_batches=batches,
+            micro_batches=sent.batches,
             num_trained=num_trained,
             step=position.step,
             epoch=position.epoch + after.step_in_epoch / self.steps_per_epoch(position.epoch),
@@ -253,7 +256,7 @@ class Loader:
             documents=plan.documents[plan.bounds[first] : plan.bounds[end]],
         )
         self._next_to_build = after
-        return _Built(step, after)
+        return _Built(step, sent, after)
 
     def _micro_rows(self, first: int, micro: int, count: int) -> range:
         start = first + (micro * self._world_size + self._rank) * self._layout.rows
@@ -270,6 +273,7 @@ class _Position:
 @dataclass(frozen=True)
 class _Built:
     step: TrainStep
+    sent: Sent
     after: _Position
 
 
@@ -348,11 +352,10 @@ def eval_batches(
         seed=0,
         epoch=0,
     )
+    transfer = Transfer(device)
     for first in range(0, len(plan), layout.rows * world_size):
         start = min(first + rank * layout.rows, len(plan))
         rows = range(start, min(start + layout.rows, len(plan)))
         documents: Sequence[Any] = [[store.document(int(index)) for index in plan.row(row)] for row in rows]
         batch = build_batch(layout, documents, row_ids=list(rows))
-        if torch.device(device).type == "cuda":
-            batch = batch.pin_memory()
-        yield batch.to(device)
+        yield from transfer.start([batch]).take()

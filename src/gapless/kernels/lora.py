@@ -249,6 +249,11 @@ class WideWeight:
             self.changes += 1
         self._sources, self._places = sources, places
 
+    def replayed(self) -> None:
+        """Count a replay of a graph that holds a `refresh`: it may have brought other adapters."""
+        self.changes += 1
+        self._stale = True
+
 
 # ---- autograd ----
 
@@ -385,6 +390,7 @@ def lora_linear(
     dropout: InputDropout | None = None,
     spare: int = 0,
     trusted: bool = False,
+    copied: bool = False,
 ) -> torch.Tensor:
     """The layer x W^T (+ bias) (+ residual) + scale * dropout(x) A^T B^T.
 
@@ -401,6 +407,7 @@ def lora_linear(
             they are `wide.spare` many they are overwritten, which autograd does not see: of x cut out of longer rows,
             whose values are needed, leave it 0.
         trusted: see `WideWeight.refresh`.
+        copied: a `refresh` comes before this call and, where this call is captured in a CUDA graph, before its replays.
 
     Returns:
         [T, out] in x's dtype, which is the weight's. On a GPU the gradients of A and B are not rounded before they are
@@ -417,7 +424,8 @@ def lora_linear(
         check_dropout(x, *dropout)
         dropout = None if is_identity(dropout.p) else dropout
     if use_triton(x):
-        wide.refresh(a, b, trusted=trusted)
+        if not copied:
+            wide.refresh(a, b, trusted=trusted)
         if x.stride(1) != 1:
             x = x.contiguous()
         layer = _Layer(wide, scale, bias, dropout, torch.is_grad_enabled(), spare)

@@ -57,6 +57,7 @@ def next_power_of_2(n: int) -> int:
 class _Forced:
     path: Path | None = None
     architecture: int | None = None
+    captured: bool = False
 
 
 _forced = _Forced()
@@ -147,7 +148,20 @@ def _properties_of(index: int) -> tuple[int, int, int]:
 
 def is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured, whose replays are for other batches and steps."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return _forced.captured or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+@contextmanager
+def as_captured() -> Generator[None]:
+    """Have everything launched as while a CUDA graph is captured, while entered: for any batch.
+
+    A run before the capture then compiles, loads and allocates what the capture cannot.
+    """
+    before, _forced.captured = _forced.captured, True
+    try:
+        yield
+    finally:
+        _forced.captured = before
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **settings: Any) -> None:

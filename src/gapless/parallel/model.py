@@ -19,6 +19,13 @@ from gapless.parallel.pipeline import Pipeline
 from gapless.parallel.tensor import partial_parameters
 
 
+def add_micro_batch(model: Decoder, batch: PackedBatch, share: Tensor, loss_fn: LossFunction | None = None) -> None:
+    """Add the gradients of a micro-batch's part of L, and that part to `share`, 0-d float32."""
+    loss = batch_loss(model, batch, loss_fn) / batch.scalars.num_trained
+    loss.backward()
+    share.add_(loss.detach().float())
+
+
 class ParallelModel:
     """The stages of a model that a rank has: the whole model in one process, one or two in a pipeline.
 
@@ -79,17 +86,15 @@ class ParallelModel:
     def _accumulate(self, batches: Sequence[PackedBatch], loss_fn: LossFunction | None) -> Tensor:
         (model,) = self.stages
         run = [batch for batch in batches if batch.num_trained or self.together]
-        losses = []
+        share = torch.zeros((), device=batches[0].tokens.device)
         for batch in run:
             last = batch is run[-1]
             if self._sharded:
                 before_backward(model, last=last, zero_stage=self._config.zero_stage)
             if self._reducer is not None and last:
                 self._reducer.arm()
-            loss = batch_loss(model, batch, loss_fn) / batch.scalars.num_trained
-            loss.backward()
-            losses.append(loss.detach().float())
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=batches[0].tokens.device)
+            add_micro_batch(model, batch, share, loss_fn)
+        return share
 
     @torch.no_grad()
     def reduce(self, gradient: Callable[[nn.Parameter], Tensor]) -> None:

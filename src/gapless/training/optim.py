@@ -231,6 +231,10 @@ class AdamW:
             param.grad = None
         return norm, finite
 
+    def replayed(self) -> None:
+        """Count a replay of a CUDA graph that holds a `step`, as `step` itself does."""
+        torch.autograd.graph.increment_version(self._params)
+
     def close(self) -> None:
         """Let go of the parameters: their gradients are autograd's again."""
         for hook in self._hooks:

@@ -41,6 +41,7 @@ FREE = {
     "training.save_total_limit",
     "training.resume",
     "training.async_save",
+    "training.cuda_graphs",
     "parallel.dp_replicate_size",
     "parallel.dp_shard_size",
     "parallel.tp_size",

@@ -22,18 +22,38 @@ _EVALUATED_TOGETHER = 8
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step yields, as 0-d tensors on the device: reading them waits for the step."""
+    """What a step yields, on the device: reading it waits for the step."""
 
-    loss: Tensor
-    """L, the mean loss of the step's trained tokens."""
-    grad_norm: Tensor
-    """Global norm of the gradient of L, before the clip."""
-    finite: Tensor
-    """Whether both are finite; if not, the step changed nothing."""
-    tokens: Tensor
-    """Of all ranks, padding left out."""
-    stops: Tensor
-    """Ranks that asked for this step to be the last."""
+    values: Tensor
+    """float32 [5]: what `of` takes."""
+
+    @classmethod
+    def of(cls, loss: Tensor, grad_norm: Tensor, finite: Tensor, tokens: Tensor, stops: Tensor) -> StepMetrics:
+        """From 0-d tensors.
+
+        Args:
+            loss: L, the mean loss of the step's trained tokens.
+            grad_norm: global norm of the gradient of L, before the clip.
+            finite: whether both are finite; if not, the step changed nothing.
+            tokens: of all ranks, padding left out.
+            stops: ranks that asked for this step to be the last.
+        """
+        return cls(torch.stack([loss, grad_norm, finite.float(), tokens, stops]))
+
+    @property
+    def loss(self) -> Tensor:
+        """See `of`."""
+        return self.values[0]
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """See `of`."""
+        return self.values[1]
+
+    @property
+    def finite(self) -> Tensor:
+        """See `of`; 0-d bool."""
+        return self.values[2] != 0
 
 
 class StepNumbers(NamedTuple):
@@ -55,9 +75,8 @@ class PendingMetrics:
 
     def __init__(self, metrics: StepMetrics) -> None:
         """Queue the copy; returns at once."""
-        values = [metrics.loss, metrics.grad_norm, metrics.finite.float(), metrics.tokens, metrics.stops]
-        self._values = torch.stack(values).to("cpu", non_blocking=True)
-        self._copied = torch.cuda.current_stream().record_event() if metrics.loss.is_cuda else None
+        self._values = metrics.values.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream().record_event() if metrics.values.is_cuda else None
 
     def read(self) -> StepNumbers:
         """The numbers, as soon as the step is done."""
@@ -94,12 +113,42 @@ def train_step(
     optimizer.bind_gradients()  # a callback or a script may have called zero_grad
     share = model.accumulate(data.micro_batches, loss_fn)
     model.reduce(optimizer.gradient)
-    tokens = sum(batch.num_tokens for batch in data.micro_batches) if model.mesh.counts else 0
-    # One collective for all that is not a gradient. Numbers of the host become tensors by a fill, which does not wait.
-    own = [share, optimizer.squares(counts), torch.full_like(share, tokens), torch.full_like(share, stop)]
-    loss, squares, tokens, stops = model.mesh.sum(torch.stack(own)).unbind()
-    norm, finite = optimizer.step(loss, data.micro_batches[0].scalars.learning_rate, squares.sqrt())
-    return StepMetrics(loss, norm, finite, tokens, stops)
+    # Numbers of the host become tensors by a fill, which does not wait.
+    numbers = (torch.full_like(share, own_tokens(model, data)), torch.full_like(share, stop))
+    learning_rate = data.micro_batches[0].scalars.learning_rate
+    return end_step(model, optimizer, share, *numbers, learning_rate, counts)
+
+
+def own_tokens(model: ParallelModel, data: TrainStep) -> int:
+    """Tokens of this rank's micro-batches that the step counts, padding left out."""
+    return sum(batch.num_tokens for batch in data.micro_batches) if model.mesh.counts else 0
+
+
+def end_step(
+    model: ParallelModel,
+    optimizer: AdamW,
+    share: Tensor,
+    tokens: Tensor,
+    stops: Tensor,
+    learning_rate: Tensor,
+    counts: Callable[[nn.Parameter], bool],
+) -> StepMetrics:
+    """What follows a step's gradients: norm, clip and update.
+
+    Args:
+        model: see `train_step`, as for `optimizer` and `counts`.
+        optimizer: holds the gradients of L.
+        share: what this rank has of L, 0-d float32.
+        tokens: `own_tokens`, 0-d float32.
+        stops: whether this rank asks for the step to be the last, 0-d float32.
+        learning_rate: 0-d float32.
+        counts: see there.
+    """
+    # One collective for all that is not a gradient.
+    own = torch.stack([share, optimizer.squares(counts), tokens, stops])
+    loss, squares, tokens, stops = model.mesh.sum(own).unbind()
+    norm, finite = optimizer.step(loss, learning_rate, squares.sqrt())
+    return StepMetrics.of(loss, norm, finite, tokens, stops)
 
 
 @torch.no_grad()

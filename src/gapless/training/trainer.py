@@ -26,6 +26,7 @@ import torch
 from torch.profiler import record_function
 
 from gapless.adapters.lora import lora_layers, unchanged
+from gapless.batch import BatchLayout
 from gapless.checkpoint_file import folder_name, open_written
 from gapless.config import RunConfig
 from gapless.config_file import check_config
@@ -52,6 +53,7 @@ from gapless.training.checkpoint import (
     no_fault,
 )
 from gapless.training.display import Clock, make_display
+from gapless.training.graph import CudaRecorder, GraphStep, obstacle
 from gapless.training.logs import NoLog, RunLog, check_loggers
 from gapless.training.metrics import Metrics
 from gapless.training.optim import AdamW, state_shapes
@@ -60,7 +62,7 @@ from gapless.training.samples import write_samples
 from gapless.training.schedule import make_schedule
 from gapless.training.signals import StopSignals
 from gapless.training.start import start_facts
-from gapless.training.step import LossFunction, PendingMetrics, StepNumbers, mean_loss, train_step
+from gapless.training.step import LossFunction, PendingMetrics, StepMetrics, StepNumbers, mean_loss, train_step
 
 NEXT_BATCH, READ_METRICS = "next batch", "read metrics"
 """How a profiler's record names the two places where the loop may wait."""
@@ -200,6 +202,11 @@ class Trainer:
         described = setup.describe_model(self.config, self.tokenizer)
         sizes = mesh_sizes(self.config.parallel, self._world.size)
         check_layout(self.config, described.config, sizes)
+        self._obstacle = obstacle(
+            described.config, described.dtype, self.device, sizes, own_loss=self._loss_fn is not None
+        )
+        if self._obstacle and self.config.training.cuda_graphs is True:
+            raise ValueError(f'training.cuda_graphs is true, but {self._obstacle}; set it to "auto" or false')
         self._rows = setup.open_data(self.config, self._train_rows, self._eval_rows)
         self._base = run_folder.base_identity(self.config.model.path)
         facts = {"the model's digest": self._base["digest"], "loss_fn": self._settings.get("loss_fn", "cross-entropy")}
@@ -284,11 +291,21 @@ class Trainer:
         rows = training.per_device_train_batch_size
         layout = setup.build_layout(self.config, self.model, rows)
         self._eval_layout = setup.build_layout(self.config, self.model, training.per_device_eval_batch_size or rows)
+        self._graphs = self._build_graphs(layout)
         loader = setup.build_loader(self.config, store, layout, self._learning_rate, self._mesh, self.device)
         self._loader = self._opened.enter_context(closing(loader))
         setup.check_rows(loader, self._mesh)
         self.total_steps = setup.count_steps(self.config, self._loader)
         self._schedule = make_schedule(self.config.optim, self.total_steps)
+
+    def _build_graphs(self, layout: BatchLayout) -> GraphStep | None:
+        """The steps as CUDA graphs, if they can be and are to."""
+        if self._obstacle or not self.config.training.cuda_graphs:
+            return None
+        counts, show = self._ownership.counts, self._display.message
+        recorder = CudaRecorder(self.device)
+        graphs = GraphStep(self._parallel, self.optimizer, layout, recorder, counts=counts, show=show)
+        return self._opened.enter_context(closing(graphs))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Put everything where the checkpoint left it."""
@@ -308,7 +325,10 @@ class Trainer:
         if self._world.size > 1:
             where = f"{self._world.size} ranks ({self._mesh}) on {where}"
         self._display.message(f"training {trained:,} parameters for {self.total_steps} steps on {where}")
-        for note in (setup.length_note(self.config), reference_note(self.device), hopper_note(self.device)):
+        graphs = None
+        if self._obstacle and self.config.training.cuda_graphs:
+            graphs = f"note: training steps are not CUDA graphs: {self._obstacle}"
+        for note in (setup.length_note(self.config), reference_note(self.device), hopper_note(self.device), graphs):
             if note:
                 self._display.message(note)
         if checkpoint:
@@ -334,15 +354,7 @@ class Trainer:
         self._writer.poll()
         with record_function(NEXT_BATCH):
             data = self._loader.next_step()
-        with unchanged(*self._adapted):  # but by its end; callbacks, which may change them too, come after it
-            metrics = train_step(
-                self._parallel,
-                self.optimizer,
-                data,
-                self._loss_fn,
-                counts=self._ownership.counts,
-                stop=self._asked or self._signals.received is not None,
-            )
+        metrics = self._launch(data, stop=self._asked or self._signals.received is not None)
         self.step += 1
         self._result = None
         newest = None
@@ -354,6 +366,14 @@ class Trainer:
             newest = Pending(self.step, data, PendingMetrics(metrics), finished)
         self._read_metrics()
         self._pending = newest
+
+    def _launch(self, data: TrainStep, *, stop: bool) -> StepMetrics | None:
+        """Launch a step, replayed or not."""
+        if self._graphs is not None:
+            return self._graphs(data, stop=stop)
+        counts = self._ownership.counts
+        with unchanged(*self._adapted):  # but by its end; callbacks, which may change them too, come after it
+            return train_step(self._parallel, self.optimizer, data, self._loss_fn, counts=counts, stop=stop)
 
     def _pause(self) -> None:
         """Catch up with the device, then evaluate and save if due."""
