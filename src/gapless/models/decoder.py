@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from gapless.batch import BatchLayout, PackedBatch, Segments, TileSpec
-from gapless.kernels.attention import attention_tiles
+from gapless.kernels.attention import attention_tiles, shared_tiles
 from gapless.kernels.cross_entropy import VocabularyShard, linear_cross_entropy
 from gapless.kernels.rope import RotaryTable, rotary_table
 from gapless.models.attention import Attention, KeyValueCache
@@ -173,6 +173,14 @@ class Decoder(nn.Module):
 
     def attention_tiles(self) -> tuple[TileSpec, ...]:
         """The tile tables that the model's attention needs on its device; none for the reference."""
+        return attention_tiles(*self._attention, groups=self.config.heads // self.config.kv_heads)
+
+    def shared_tiles(self, segments: Segments) -> tuple[bool, ...]:
+        """What the model's attention decides by the documents: see `gapless.kernels.attention.shared_tiles`."""
+        return shared_tiles(*self._attention, segments, groups=self.config.heads // self.config.kv_heads)
+
+    @property
+    def _attention(self) -> tuple[int, int, tuple[int | None, ...], torch.dtype, torch.device]:
+        """Head dims, windows, dtype and device."""
         config = self.config
-        dims, device = (config.head_dim, config.head_dim), self.rotary_frequencies.device
-        return attention_tiles(*dims, config.windows, self.dtype, device, groups=config.heads // config.kv_heads)
+        return config.head_dim, config.head_dim, config.windows, self.dtype, self.rotary_frequencies.device

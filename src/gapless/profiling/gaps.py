@@ -16,7 +16,7 @@ from typing import Literal
 
 from gapless.profiling.events import Activity, Call, HostEvent, Recording, Step
 from gapless.profiling.host import Host, Place, in_mark, ops_of, place
-from gapless.profiling.syncs import ALLOCATIONS, is_pageable, is_sync
+from gapless.profiling.syncs import ALLOCATIONS, is_graph, is_pageable, is_sync
 from gapless.training.trainer import NEXT_BATCH, READ_METRICS
 
 LEAST_GAP = 5_000
@@ -161,7 +161,12 @@ class Causes:
             places: of its calls, where it has no Python frames (see `Lines`).
         """
         self._recording, self._host, self._places = recording, Host(recording), places or {}
-        self._launched = {activity.correlation: activity for activity in recording.activities}
+        # What a graph launches has the number of that one call.
+        self._launched = {
+            activity.correlation: activity
+            for activity in recording.activities
+            if (call := recording.launch(activity)) is None or not is_graph(call)
+        }
         by_thread: defaultdict[int, list[Call]] = defaultdict(list)
         for call in recording.calls:
             by_thread[call.thread].append(call)

@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 from gapless.profiling.events import Call, Frame, HostEvent, Mark, Op, Recording
 
 _OURS = re.compile(r"(?:.*/)?(gapless/(?!profiling/).+\.py)")
-_LAUNCHER = ("gapless/kernels/runtime.py", "launch")
-"""Every kernel of ours is launched there: the line that called it says more."""
+_LAUNCHERS = {
+    ("gapless/kernels/runtime.py", "launch"),
+    ("gapless/training/graph.py", "replay"),
+    ("gapless/training/graph.py", "_run"),
+}
+"""Every kernel and every graph of ours is launched there: the line that called it says more."""
 
 
 class Nest:
@@ -100,7 +104,7 @@ def place(stack: Sequence[HostEvent]) -> Place | None:
     places = []
     for frame, inner in zip(frames, [*frames[1:], None], strict=False):
         file = our_file(frame.file)
-        if file is None or (file, frame.function) == _LAUNCHER:
+        if file is None or (file, frame.function) in _LAUNCHERS:
             continue
         caller = inner.caller if inner is not None else None
         line = caller[1] if caller is not None and caller[0] == frame.file else frame.line

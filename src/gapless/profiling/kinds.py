@@ -100,9 +100,10 @@ def kind_of(activity: Activity, ops: Sequence[Op] = ()) -> Kind:
         return kind_of_ops(ops) if activity.name == "_add_partials" and ops else ours
     if _COMMUNICATION.search(activity.name):
         return "communication"
-    if activity.kind != "kernel":
-        return "copies"
     kind = kind_of_ops(ops)
+    if activity.kind != "kernel":
+        # Room that is cleared for attention's sums, say, is attention's.
+        return "copies" if kind in ("matmul", "other") else kind
     return "matmul" if kind == "other" and _MATMUL_NAME.search(activity.name) else kind
 
 

@@ -4,6 +4,8 @@
     plain       steps without a profiler, timed
     measured    steps whose kernels, CUDA calls and operations are recorded: busy time, gaps, synchronisations
     traced      steps with Python frames, shapes and memory besides, which slow the host down: lines, limits, memory
+    launched    where steps are CUDA graphs, as many launched kernel by kernel, traced as well: a replay has no shapes
+                and allocates nothing, so limits and memory come from these
 
 Each recording begins two steps early: in the first the profiler starts up, in the second the host gets ahead of the GPU
 again. The loop is the trainer's own, with its loader, batches and lengths; nothing is saved.
@@ -16,23 +18,22 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from gapless.batch import Segments
 from gapless.config import LoggingConfig, OptimConfig, RunConfig
+from gapless.data.loader import TrainStep
 from gapless.inference.load import DTYPES
 from gapless.models.decoder import Decoder, DecoderLayer
 from gapless.profiling.events import CallLines, Recording, Step, call_lines, read_trace
 from gapless.profiling.limits import AttentionWork, Rates, attention_work, measure_rates
 from gapless.training.callbacks import Callback, Run, TrainResult
 from gapless.training.metrics import Metrics
+from gapless.training.step import StepMetrics
 from gapless.training.trainer import Trainer
 
 _LEARNING_RATE = 1e-9
@@ -57,14 +58,23 @@ class Recorded:
     rates: Rates | None
     """None on a CPU."""
     attention: AttentionWork | None
-    """Of the traced steps; None where segments were not seen."""
+    """Of the steps of `by_kernel`; None for a rank without layers."""
     update_bytes: int
     """Of an update of the optimizer."""
     micro_batches: int
     tokens: int
     """T of a micro-batch."""
+    launched: Recording | None = None
+    """None where no step is CUDA graphs."""
+    graphs: int = 0
+    """CUDA graphs that were recorded during the measured steps, which takes time."""
     traces: dict[str, Path] = field(default_factory=dict)
     """The exported traces by the name of their recording."""
+
+    @property
+    def by_kernel(self) -> Recording:
+        """The traced steps whose kernels were launched one by one, by operations whose shapes are known."""
+        return self.launched or self.traced
 
 
 def record(config: RunConfig, folder: Path, *, steps: int, before: int) -> Recorded:
@@ -85,7 +95,8 @@ def record(config: RunConfig, folder: Path, *, steps: int, before: int) -> Recor
             raise ValueError(f"--{name} must be at least 1, not {value}")
     folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(folder, steps=steps, before=before)
-    run = _Steps(profiled(config, folder, recorder.total + 1), callbacks=[recorder])
+    run = _Steps(profiled(config, folder, recorder.most + 1), callbacks=[recorder])
+    run.launching = recorder.see
     try:
         result = run.train()
     finally:
@@ -134,6 +145,24 @@ def profiled(config: RunConfig, folder: Path, steps: int) -> RunConfig:
 class _Steps(Trainer):
     """A run of which nothing is kept."""
 
+    launching: Callable[[TrainStep], None]
+    """Called with the batches of each step."""
+
+    @property
+    def graphs(self) -> int | None:
+        """CUDA graphs recorded so far; None where steps are launched kernel by kernel."""
+        return None if self._graphs is None else self._graphs.recorded
+
+    def launch_kernels(self) -> None:
+        """Replay no step any more."""
+        if self._graphs is not None:
+            self._graphs.close()
+            self._graphs = None
+
+    def _launch(self, data: TrainStep, *, stop: bool) -> StepMetrics | None:
+        self.launching(data)
+        return super()._launch(data, stop=stop)
+
     def _save(self) -> None:
         """No checkpoint."""
 
@@ -152,26 +181,28 @@ class Recorder(Callback):
         """See `record`."""
         self._folder, self._steps, self._before = folder, steps, before
         self._called = self._first_step = 0
+        self._names = ["measured", "traced", "launched"]
+        self._graphs: list[int] = []
         self._ends: list[float] = []
         self._profiler: profile | None = None
         self._recordings: dict[str, Recording] = {}
         self._traces: dict[str, Path] = {}
         self._batches: list[tuple[int, int, tuple[int, ...]]] = []
         self._rates: Rates | None = None
-        self._model: nn.Module | None = None
         self.recorded: Recorded | None = None
 
     @property
-    def total(self) -> int:
-        """Steps of which the metrics must be read."""
-        return self._before + self._steps + 2 * (self._steps + _LEAD)
+    def most(self) -> int:
+        """Steps of which the metrics must be read; without CUDA graphs there is a recording less."""
+        return self._before + self._steps + len(self._names) * (self._steps + _LEAD)
 
     def on_train_begin(self, trainer: Run) -> None:
-        """Measure the machine, and see the batches that come by."""
-        assert isinstance(trainer, Trainer)
+        """Measure the machine."""
+        assert isinstance(trainer, _Steps)
+        if trainer.graphs is None:
+            self._names.remove("launched")
         if trainer.device.type == "cuda":
             self._rates = measure_rates(trainer.device, DTYPES[trainer.config.model.dtype])
-        self._hook = trainer.model.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         """A step is launched, the one before it is done."""
@@ -179,26 +210,28 @@ class Recorder(Callback):
         self._ends.append(time.perf_counter())
         if self._profiler is not None:
             self._profiler.step()
-        plain = self._before + self._steps
-        if self._called == plain:
+        assert isinstance(trainer, _Steps)
+        since = self._called - self._before - self._steps
+        if since == 0:
             self._first_step = int(metrics["step"]) + _LEAD + 2  # two more are launched by then
-            self._start(trainer, "measured")
-        elif self._called == plain + self._steps + _LEAD:
-            self._start(trainer, "traced")
-        elif self._called == self.total:
+        if since in (_LEAD, _LEAD + self._steps):
+            self._graphs.append(trainer.graphs or 0)
+        if self._called == self.most:
             self._stop()
-            self._hook.remove()
             self.recorded = self._collect(trainer)
             trainer.stop()
+        elif since >= 0 and since % (self._steps + _LEAD) == 0:
+            self._start(trainer, self._names[since // (self._steps + _LEAD)])
 
-    def _start(self, trainer: Run, name: str) -> None:
+    def _start(self, trainer: _Steps, name: str) -> None:
         """Begin a recording, after the end of another if there is one."""
         self._stop()
-        assert isinstance(trainer, Trainer)
+        if name == "launched":
+            trainer.launch_kernels()
         activities = [ProfilerActivity.CPU]
         if trainer.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        traced = name == "traced"
+        traced = name != "measured"
         path = self._folder / f"trace-{name}-rank{trainer.rank}.json.gz"
         self._profiler = profile(
             activities=activities,
@@ -225,7 +258,7 @@ class Recorder(Callback):
         """Export the trace and read what is in it."""
         finished.export_chrome_trace(str(path))
         lines: CallLines = {}
-        if name == "traced":
+        if name != "measured":
             assert finished.profiler is not None
             assert finished.profiler.kineto_results is not None
             lines = call_lines(finished.profiler.kineto_results.experimental_event_tree())
@@ -234,16 +267,15 @@ class Recorder(Callback):
         self._traces[name] = path
         self._recordings[name] = without_lead(recording)
 
-    def _see(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the documents of a micro-batch, and when it came, on the clock of the steps."""
-        segments = next((value for value in (*args, *kwargs.values()) if isinstance(value, Segments)), None)
-        if segments is not None:
-            self._batches.append((self._called, segments.tokens, segments.lengths))
+    def see(self, data: TrainStep) -> None:
+        """Note the documents of a step's micro-batches, and when they came, on the clock of the steps."""
+        for batch in data.micro_batches:
+            if batch.num_trained:  # nothing is done with others
+                self._batches.append((self._called, batch.segments.tokens, batch.segments.lengths))
 
-    def _collect(self, trainer: Run) -> Recorded:
-        assert isinstance(trainer, Trainer)
-        first = self.total - self._steps
-        batches = [lengths for called, _, lengths in self._batches if first <= called < self.total]
+    def _collect(self, trainer: _Steps) -> Recorded:
+        first = self.most - self._steps
+        batches = [lengths for called, _, lengths in self._batches if first <= called < self.most]
         cuda = trainer.device.type == "cuda"
         ends = self._ends[self._before - 1 : self._before + self._steps]
         return Recorded(
@@ -253,6 +285,8 @@ class Recorder(Callback):
             plain=[later - earlier for earlier, later in zip(ends, ends[1:], strict=False)],
             measured=self._recordings["measured"],
             traced=self._recordings["traced"],
+            launched=self._recordings.get("launched"),
+            graphs=self._graphs[1] - self._graphs[0],
             rates=self._rates,
             attention=_attention(trainer.model, batches),
             update_bytes=trainer.optimizer.update_bytes(),

@@ -91,6 +91,16 @@ def _steps(report: dict[str, Any]) -> Text:
         f"a step takes {plain:.1f} ms without the profiler, {measured:.1f} ms measured, {traced:.1f} ms traced "
         "(Python frames and shapes)",
     ]
+    if steps["launched_ms"] is not None:
+        lines.append(
+            "steps are CUDA graphs; time by kind, limits and memory are of steps launched kernel by kernel, which take "
+            f"{_median(steps['launched_ms']):.1f} ms traced"
+        )
+    if steps["graphs_recorded"]:
+        lines.append(
+            f"{steps['graphs_recorded']} graphs were recorded during the measured steps, which takes time: warm up for "
+            "longer, with --before"
+        )
     if rates is not None:
         lines.append(
             f"rates for limits: matmul {rates['matmul_tflops']:.0f} TFLOP/s, copy {rates['copy_gb_per_s']:,.0f} GB/s"

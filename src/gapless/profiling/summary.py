@@ -52,7 +52,7 @@ def analyse(recorded: Recorded, name: str) -> Analysis:
         recorded: what `record` gave.
         name: of the run.
     """
-    measured, traced = recorded.measured, recorded.traced
+    measured, traced, launched = recorded.measured, recorded.traced, recorded.launched
     places = dict(Lines(traced).of(measured))
     report: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
@@ -68,6 +68,9 @@ def analyse(recorded: Recorded, name: str) -> Analysis:
             "plain_ms": [1000 * seconds for seconds in recorded.plain],
             "measured_ms": [step.duration / 1e6 for step in measured.steps],
             "traced_ms": [step.duration / 1e6 for step in traced.steps],
+            # Where steps are CUDA graphs, and kinds, kernels and memory are those of steps launched kernel by kernel.
+            "launched_ms": [step.duration / 1e6 for step in launched.steps] if launched is not None else None,
+            "graphs_recorded": recorded.graphs if launched is not None else None,
         },
         "rates": None,
         "gpu": None,
@@ -87,9 +90,9 @@ def analyse(recorded: Recorded, name: str) -> Analysis:
             "copy_gb_per_s": recorded.rates.copy / 1e9,
             "dtype": recorded.rates.dtype,
         }
-    if traced.activities:
+    if recorded.by_kernel.activities:
         report["kinds"], report["kernels"] = kinds(recorded)
-        report["memory"] = memory(traced)
+        report["memory"] = memory(recorded.by_kernel)
     return Analysis(report, found, places)
 
 
@@ -211,8 +214,8 @@ class _Sum:
 
 
 def kinds(recorded: Recorded) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Time per step of the traced steps by kind, and by kernel, with limits where there are any."""
-    recording, host = recorded.traced, Host(recorded.traced)
+    """Time per step by kind, and by kernel, with limits where there are any."""
+    recording, host = recorded.by_kernel, Host(recorded.by_kernel)
     by_kind: defaultdict[Kind, _Sum] = defaultdict(_Sum)
     by_name: defaultdict[tuple[str, Kind], _Sum] = defaultdict(_Sum)
     total, steps = 0, len(recording.steps)
@@ -258,7 +261,7 @@ def _bound_update(recorded: Recorded, by_kind: dict[Kind, _Sum], by_name: dict[t
     updates = [entry for (name, _), entry in by_name.items() if name.startswith("_update_")]
     if recorded.rates is None or not updates:
         return
-    seconds = len(recorded.traced.steps) * recorded.update_bytes / recorded.rates.copy
+    seconds = len(recorded.by_kernel.steps) * recorded.update_bytes / recorded.rates.copy
     entry = by_kind["optimizer"]
     entry.bounds[0] = seconds
     entry.bounded += sum(update.time for update in updates)

@@ -61,6 +61,11 @@ def is_sync(call: Call) -> bool:
     return call.name in _WAITING or call.name in _COPYING or call.name.startswith(("cuMemcpyDtoH_v", "cuMemcpyHtoD_v"))
 
 
+def is_graph(call: Call) -> bool:
+    """Whether a call launches a CUDA graph."""
+    return call.name.startswith(("cudaGraphLaunch", "cuGraphLaunch"))
+
+
 def is_pageable(activity: Activity | None) -> bool:
     """Whether an activity is a copy from or to pageable memory, which holds the host even if asked for without."""
     return activity is not None and activity.kind == "copy" and "Pageable" in activity.name

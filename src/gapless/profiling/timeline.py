@@ -22,13 +22,13 @@ _DEPTH = 24
 
 def page(recorded: Recorded, analysis: Analysis) -> str:
     """The HTML of a profile."""
-    data = {
-        "report": analysis.report,
-        "recordings": [
-            recording_data("measured", recorded.measured, analysis.gaps),
-            recording_data("traced, with Python frames", recorded.traced, []),
-        ],
-    }
+    recordings = [
+        recording_data("measured", recorded.measured, analysis.gaps),
+        recording_data("traced, with Python frames", recorded.traced, []),
+    ]
+    if recorded.launched is not None:
+        recordings.append(recording_data("launched kernel by kernel, traced", recorded.launched, []))
+    data = {"report": analysis.report, "recordings": recordings}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     # Within a script element nothing may look like its end, or like the start of a comment.
     text = text.replace("<", "\\u003c")

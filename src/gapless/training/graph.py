@@ -1,7 +1,8 @@
 """A training step as CUDA graphs: what the host launches for a step are a few replays.
 
 One graph opens a step (low-precision copies of the adapters, the share of the loss cleared), one ends it (norm, clip,
-update, metrics), and one for each bucket of trained tokens and of documents is a micro-batch's forward and backward.
+update, metrics), and one for each bucket of trained tokens and of documents is a micro-batch's forward and backward (two, where the
+host chooses between two ways by the documents).
 All are of one pool of memory. They read batches from one buffer, into which each micro-batch is copied on the device
 before its graph is replayed; whatever changes from step to step is in it, on the device: N, learning rate, step, seed.
 
@@ -106,7 +107,11 @@ class CudaRecorder:
             error.add_note("while a training step was captured; with training.cuda_graphs = false none is")
             raise
         self._graphs.append(graph)
-        return lambda *_: graph.replay()
+
+        def replay(*_: Any) -> None:
+            graph.replay()
+
+        return replay
 
     def _memory(self) -> torch.cuda.MemPool:
         if self._pool is None:
@@ -153,9 +158,11 @@ class GraphStep:
         self._scalars: StepScalars | None = None
         self._share, self._tokens, self._stops = (torch.zeros((), device=device) for _ in range(3))
         self._values = torch.zeros(5, device=device)
-        self._replays: dict[str | tuple[int, int], Work] = {}
+        self._replays: dict[str | tuple[int, ...], Work] = {}
         self._recorded_for: tuple[Any, ...] | None = None
         self._show, self._shown = show, False
+        self.recorded = 0
+        """Pieces so far, those of before `close` too."""
 
     def __call__(self, data: TrainStep, *, stop: bool = False) -> StepMetrics | None:
         """See `train_step`."""
@@ -173,7 +180,8 @@ class GraphStep:
         for batch in data.micro_batches:
             if batch.num_trained:
                 self._buffer[: len(batch.buffer)].copy_(batch.buffer)
-                self._run((len(batch.trained), batch.room), self._micro_batch, batch)
+                choices = self._decoder.shared_tiles(batch.segments)
+                self._run((len(batch.trained), batch.room, *choices), self._micro_batch, batch)
         # Numbers of the host, by a fill, which does not wait.
         self._tokens.fill_(own_tokens(self._model, data))
         self._stops.fill_(stop)
@@ -187,7 +195,7 @@ class GraphStep:
             self._recorder.forget()
             self._replays.clear()
 
-    def _run(self, name: str | tuple[int, int], work: Work, *args: Any) -> bool:
+    def _run(self, name: str | tuple[int, ...], work: Work, *args: Any) -> bool:
         """Do a part of a step; whether it was a replay, of which the host knows nothing."""
         replay = self._replays.get(name)
         if replay is not None:
@@ -203,6 +211,7 @@ class GraphStep:
             else:
                 work(*args)
             self._replays[name] = self._recorder.record(work, *args)
+            self.recorded += 1
         return False
 
     def _plainly(self, work: Work, *args: Any) -> None:

@@ -8,11 +8,17 @@ import torch
 
 from gapless.batch import Segments
 from gapless.kernels.attention.decode import decode_attention, decodes
-from gapless.kernels.attention.flash import attention_tiles, effective_window, flash_attention, supports
+from gapless.kernels.attention.flash import (
+    attention_tiles,
+    effective_window,
+    flash_attention,
+    shared_tiles,
+    supports,
+)
 from gapless.kernels.attention.reference import reference_attention, with_spare
 from gapless.kernels.runtime import use_triton
 
-__all__ = ["attention", "attention_tiles"]
+__all__ = ["attention", "attention_tiles", "shared_tiles"]
 
 
 def attention(

@@ -290,6 +290,30 @@ def _pays(packed: Tiles, alone: Tiles, window: int | None, segments: Segments) -
     return 11 * shared * its.query_tile <= 10 * own * other.query_tile
 
 
+def shared_tiles(
+    head_dim: int,
+    v_head_dim: int,
+    windows: Iterable[int | None],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    segments: Segments,
+    *,
+    groups: int = 1,
+) -> tuple[bool, ...]:
+    """Whether heads share tiles of the forward over these segments, for each different window; () for the reference.
+
+    The arguments are those of `attention_tiles`. The host decides it by the documents, and a captured call keeps to what
+    was decided when it was captured: right for any batch, but neither the bits nor the speed of a call of its own.
+    """
+    device = torch.device(device)
+    if not runs_kernels(device) or not _has_kernels(head_dim, v_head_dim, dtype):
+        return ()
+    known = dict.fromkeys(effective_window(window) for window in windows)
+    tiles = _tiles(head_dim, v_head_dim, dtype, device)
+    packed = tiles.packed(groups)
+    return tuple(_pays(packed, tiles, window, segments) for window in known)
+
+
 def supports(q: torch.Tensor, v: torch.Tensor, scale: float) -> bool:
     """Whether the kernels take these tensors: heads up to 256, 16- or 32-bit, a positive scale that float32 holds."""
     return _has_kernels(q.shape[2], v.shape[2], q.dtype) and 1e-30 < scale < 1e30
