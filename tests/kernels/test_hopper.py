@@ -10,7 +10,7 @@ import torch
 
 from gapless.batch import TileSpec, segments
 from gapless.kernels import gluon, runtime
-from gapless.kernels.attention import attention, attention_tiles, flash, hopper
+from gapless.kernels.attention import attention, attention_tiles, flash, hopper, shared_tiles
 from gapless.kernels.runtime import SHARED_MEMORY, forced, next_power_of_2
 from kernels.attention_cases import BF16, FP16, FP32
 
@@ -109,10 +109,13 @@ def test_heads_share_tiles_where_documents_are_short(lengths, shared, monkeypatc
     launches = []
     monkeypatch.setattr(hopper, "launch_forward", lambda *given, **_: launches.append(given))
     q, k = (torch.zeros(sum(lengths), count, 128, dtype=BF16) for count in (4, 1))
+    kind = 128, 128, [None, None], BF16, "cpu"
     with forced("triton", 90):
-        tiles = attention_tiles(128, 128, [None], BF16, "cpu", groups=4)
-        attention(q, k, k, segments(lengths, tiles=tiles))
+        stream = segments(lengths, tiles=attention_tiles(*kind, groups=4))
+        attention(q, k, k, stream)
+        assert shared_tiles(*kind, stream, groups=4) == (shared > 1,)
     assert launches[0][-1].group == shared
+    assert shared_tiles(*kind, stream, groups=4) == ()
 
 
 def parts_of(sums, queries):

@@ -111,6 +111,13 @@ def test_launched_in_time():
     assert cause(call(2, 10, 12)).kind == "device"
 
 
+def test_a_graph_takes_long_to_launch():
+    """All that it launches has its number, so none of that tells what the call was."""
+    copy = kernel(2, 120, 121, "Memcpy DtoD (Device -> Device)", kind="copy")
+    found = cause(call(2, 35, 97, "cudaGraphLaunch"), activities=[copy])
+    assert (found.kind, found.text) == ("call", "in cudaGraphLaunch")
+
+
 def test_a_launch_that_was_not_seen():
     assert cause(call(99, 10, 12)).kind == "unknown"
 

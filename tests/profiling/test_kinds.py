@@ -60,6 +60,13 @@ def test_copies(kind):
     assert kind_of(kernel(1, 0, 5, "Memcpy HtoD (Pinned -> Device)", kind=kind), [op("aten::to", 0, 9)]) == "copies"
 
 
+@pytest.mark.parametrize("kind", ["copy", "fill"])
+def test_copies_and_fills_of_ours_are_what_they_are_for(kind):
+    ops = [*engine("_FlashBackward"), op("aten::zero_", 2, 8)]
+    assert kind_of(kernel(1, 0, 5, "Memset (Device)", kind=kind), ops) == "attention backward"
+    assert kind_of(kernel(1, 0, 5, "Memset (Device)", kind=kind)) == "copies"
+
+
 @pytest.mark.parametrize(
     ("names", "kind"),
     [

@@ -19,6 +19,8 @@ from gapless.profiling.record import Recorded, Recorder, record
 from gapless.profiling.report import show
 from gapless.profiling.summary import analyse
 from gapless.profiling.timeline import page
+from gapless.training import trainer as trainer_module
+from training.steps import Again
 
 BF16 = "c10::BFloat16"
 
@@ -208,6 +210,37 @@ def test_full_fine_tuning(inputs, tmp_path):
     assert {name for name in (mark.name for mark in found.measured.marks)} == {"next batch", "read metrics"}
     assert found.attention.calls == 2 * 2
     assert any(frame.caller and frame.file for frame in found.traced.frames)
+
+
+def test_steps_that_are_graphs(inputs, tmp_path, monkeypatch):
+    """Lines are those of replays; shapes and memory those of steps launched kernel by kernel."""
+    recorders = []
+
+    def recorder(device):
+        recorders.append(Again())
+        return recorders[-1]
+
+    monkeypatch.setattr(trainer_module, "obstacle", lambda *_, **__: None)
+    monkeypatch.setattr(trainer_module, "CudaRecorder", recorder)
+    found = record(make_config(inputs, tmp_path / "none", max_steps=2), tmp_path / "profile", steps=1, before=1)
+    assert recorders[0].replays
+    assert recorders[0].forgotten == 1
+    frames = {name: {frame.function for frame in getattr(found, name).frames} for name in ("traced", "launched")}
+    assert "replay" in frames["traced"]
+    assert "train_step" not in frames["traced"]
+    assert "replay" not in frames["launched"]
+    assert "train_step" in frames["launched"]
+    assert found.by_kernel is found.launched
+    assert set(found.traces) == {"measured", "traced", "launched"}
+    assert found.attention.calls == 2 * 2
+    report = analyse(found, "graphs").report
+    assert len(report["steps"]["launched_ms"]) == 1
+    assert report["steps"]["graphs_recorded"] == found.graphs
+    text = io.StringIO()
+    show({**report, "steps": {**report["steps"], "graphs_recorded": 3}}, Console(file=text, width=200))
+    assert "steps are CUDA graphs" in text.getvalue()
+    assert "3 graphs were recorded during the measured steps" in text.getvalue()
+    assert len(check_page(page(found, analyse(found, "graphs")))["recordings"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from gapless.adapters.lora import adapter_views, apply_lora
 from gapless.batch import BatchLayout, Document, PackedBatch, build_batch
 from gapless.config import AdapterConfig, OptimConfig, ParallelConfig
+from gapless.kernels.runtime import as_captured
 from gapless.models.views import hf_views
 from gapless.parallel.mesh import Mesh
 from gapless.parallel.model import ParallelModel
@@ -22,6 +23,32 @@ class Step:
 
     micro_batches: list[PackedBatch]
     num_trained: int
+
+
+class Again:
+    """A recorder for a CPU: runs what was recorded again."""
+
+    def __init__(self, *, stale=False):
+        """`stale`: with the arguments of then, as a CUDA graph does, and not with those of now."""
+        self.stale, self.recorded, self.forgotten, self.replays = stale, [], 0, 0
+
+    def run(self, work, *args):
+        work(*args)
+
+    def record(self, work, *args):
+        self.recorded.append((work.__name__, *[(len(batch.trained), batch.room) for batch in args]))
+
+        def replay(*now):
+            self.replays += 1
+            for batch in now:
+                batch.buffer.fill_(2**30)  # its tensors are not read any more
+            with as_captured():
+                work(*(args if self.stale else now))
+
+        return replay
+
+    def forget(self):
+        self.forgotten += 1
 
 
 def varied_steps(layout: BatchLayout, count: int, *, accumulation: int = 3, device="cpu") -> list[Step]:

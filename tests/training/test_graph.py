@@ -19,35 +19,9 @@ from gapless.training.step import mean_loss, train_step
 from gapless.training.trainer import Trainer
 from kernels.tools import kernels
 from training.runs import assert_same_outcome, make_config, outcome, write_inputs
-from training.steps import Step, assert_same_state, make_training, state_of, varied_steps
+from training.steps import Again, Step, assert_same_state, make_training, state_of, varied_steps
 
 ALONE = dict.fromkeys(("pipeline", "replicate", "shard", "context", "tensor"), 1)
-
-
-class Again:
-    """Runs what was recorded again."""
-
-    def __init__(self, *, stale=False):
-        """`stale`: with the arguments of then, as a CUDA graph does, and not with those of now."""
-        self.stale, self.recorded, self.forgotten, self.replays = stale, [], 0, 0
-
-    def run(self, work, *args):
-        work(*args)
-
-    def record(self, work, *args):
-        self.recorded.append((work.__name__, *[(len(batch.trained), batch.room) for batch in args]))
-
-        def replay(*now):
-            self.replays += 1
-            for batch in now:
-                batch.buffer.fill_(2**30)  # its tensors are not read any more
-            with as_captured():
-                work(*(args if self.stale else now))
-
-        return replay
-
-    def forget(self):
-        self.forgotten += 1
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +137,21 @@ def test_a_replay_tells_autograd_of_what_it_changes():
             version + 1 for version in versions
         ]
         assert layer._wide.changes == changes + 1
+
+
+def test_each_choice_that_attention_makes_has_its_graphs(monkeypatch):
+    """What the host chooses by the documents stays as it was recorded."""
+    choices = iter([(True,), (False,), (True,), (False,)])
+    model, optimizer = make_training("lora")
+    layout, recorder = layout_of(model), Again()
+    monkeypatch.setattr(type(model.stages[0]), "shared_tiles", lambda *_: next(choices))
+    graphs = GraphStep(model, optimizer, layout, recorder)
+    step = next(step for step in varied_steps(layout, 9, accumulation=1) if step.num_trained)
+    for _ in range(4):
+        graphs(Step([step.micro_batches[0].in_buffer(step.micro_batches[0].buffer.clone())], step.num_trained))
+    names = [name for name, *_ in recorder.recorded]
+    assert names.count("_micro_batch") == 2
+    assert recorder.replays == 3 * 4 - 4
 
 
 def test_evaluation_between_steps_changes_nothing():
