@@ -113,7 +113,20 @@ def test_memory_of_the_pool():
     assert peaks["graphs"][1] < 1.5 * peaks["plain"][1] + 2**26  # the workspace of matmuls on another stream
 
 
-@pytest.mark.parametrize("name", ["lora", "full"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_plain_steps_wait_for_nothing(name):
+    kind, settings = SETTINGS[name]
+    model, optimizer = make_training(kind, device="cuda", **settings)
+    layout = model.stages[0].batch_layout(**SIZES)
+    steps = varied_steps(layout, 12, device="cuda")
+    train_step(model, optimizer, steps[1])  # kernels are loaded, memory is there
+    torch.cuda.synchronize()
+    with no_waits():
+        found = [train_step(model, optimizer, step) for step in steps]
+    assert [metrics is None for metrics in found] == [step.num_trained == 0 for step in steps]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 def test_replays_wait_for_nothing_and_take_no_memory(name):
     kind, settings = SETTINGS[name]
     model, optimizer = make_training(kind, device="cuda", **settings)

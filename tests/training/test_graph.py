@@ -11,7 +11,7 @@ from gapless.adapters.lora import lora_layers
 from gapless.batch import Document, build_batch
 from gapless.config import OptimConfig
 from gapless.kernels.lora import WideWeight
-from gapless.kernels.runtime import as_captured, forced
+from gapless.kernels.runtime import forced
 from gapless.training import trainer as trainer_module
 from gapless.training.callbacks import Callback
 from gapless.training.graph import GraphStep, obstacle

@@ -1,10 +1,10 @@
 """A training step as CUDA graphs: what the host launches for a step are a few replays.
 
 One graph opens a step (low-precision copies of the adapters, the share of the loss cleared), one ends it (norm, clip,
-update, metrics), and one for each bucket of trained tokens and of documents is a micro-batch's forward and backward (two, where the
-host chooses between two ways by the documents).
-All are of one pool of memory. They read batches from one buffer, into which each micro-batch is copied on the device
-before its graph is replayed; whatever changes from step to step is in it, on the device: N, learning rate, step, seed.
+update, metrics), and one for each bucket of trained tokens and of documents is a micro-batch's forward and backward
+(two, where attention may cut such batches in two ways). All are of one pool of memory. They read batches from one
+buffer, into which each micro-batch is copied on the device before its graph is replayed; whatever changes from step to
+step is in it, on the device: N, learning rate, step, seed.
 
 A part of a step is run as it is when it is first needed, launched for any batch (`as_captured`), and recorded right
 after: this run is the step's own, so there is no warm-up whose traces were to be removed. It takes the graphs' memory,
