@@ -302,8 +302,8 @@ def shared_tiles(
 ) -> tuple[bool, ...]:
     """Whether heads share tiles of the forward over these segments, for each different window; () for the reference.
 
-    The arguments are those of `attention_tiles`. The host decides it by the documents. A captured call keeps to what was
-    decided when it was captured: right for any batch, but neither the bits nor the speed of a call of its own.
+    The arguments are those of `attention_tiles`. The host decides it by the documents. A captured call keeps to what
+    was decided when it was captured: right for any batch, but neither the bits nor the speed of a call of its own.
     """
     device = torch.device(device)
     if not runs_kernels(device) or not _has_kernels(head_dim, v_head_dim, dtype):
