@@ -5,20 +5,24 @@ import os
 import signal
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
 import gapless
+from gapless.batch import Document, build_batch
 from gapless.config import OptimConfig
 from gapless.data.loader import Loader
 from gapless.data.transfer import Transfer
+from gapless.kernels import gluon
+from gapless.kernels.runtime import family
 from gapless.training import setup
 from gapless.training.callbacks import Callback
 from gapless.training.checkpoint import list_checkpoints
 from gapless.training.graph import CudaRecorder, GraphStep
 from gapless.training.step import PendingMetrics, mean_loss, train_step
 from training.runs import assert_same_outcome, make_config, outcome, write_inputs
-from training.steps import assert_same_state, make_training, state_of, varied_steps
+from training.steps import Step, assert_same_state, make_training, state_of, varied_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
@@ -88,6 +92,29 @@ def test_large_steps_have_the_bits_of_plain_ones(name):
     for step in varied_steps(layout, 7, accumulation=2, device="cuda"):
         expected, found = train_step(plain, plain_optimizer, step), graphs(step)
         assert torch.equal(found.values, expected.values)
+    assert_same_state(optimizer, plain_optimizer)
+
+
+WIDE = {"family": "qwen3", "hidden_size": 256, "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def test_short_and_long_documents_have_the_bits_of_plain_ones():
+    """Of one bucket of documents and of trained tokens: on Hopper attention's forward is cut in two ways, each with its graph."""
+    plain, plain_optimizer = make_training("lora", device="cuda", dtype="bf16", **WIDE)
+    model, optimizer = make_training("lora", device="cuda", dtype="bf16", **WIDE)
+    graphs, layout = graphs_of(model, optimizer, {"rows": 1, "row_tokens": 2048, "row_documents": 64})
+    draw, choices = np.random.default_rng(0), set()
+    for index in range(8):
+        lengths = [256] * 8 if index % 2 else draw.integers(20, 40, 12)
+        row = [Document(draw.integers(0, 256, n).astype(np.int32), np.arange(n) < 15) for n in lengths]
+        batch = build_batch(layout, [row], learning_rate=1e-2, step=index, seed=5)
+        choices.add(model.stages[0].shared_tiles(batch.segments))
+        step = Step([batch.to("cuda")], batch.num_trained)
+        expected, found = train_step(plain, plain_optimizer, step), graphs(step)
+        assert torch.equal(found.values, expected.values), index
+    hopper = gluon.FITS and family(torch.device("cuda")) == 90
+    assert len(choices) == (2 if hopper else 1)
+    assert len(graphs._replays) == 2 + len(choices)
     assert_same_state(optimizer, plain_optimizer)
 
 
