@@ -99,7 +99,7 @@ WIDE = {"family": "qwen3", "hidden_size": 256, "head_dim": 128, "num_attention_h
 
 
 def test_short_and_long_documents_have_the_bits_of_plain_ones():
-    """Of one bucket of documents and of trained tokens: on Hopper their attention is cut in two ways, with two graphs."""
+    """Of one bucket of documents and of trained tokens: on Hopper attention is cut in two ways, with two graphs."""
     plain, plain_optimizer = make_training("lora", device="cuda", dtype="bf16", **WIDE)
     model, optimizer = make_training("lora", device="cuda", dtype="bf16", **WIDE)
     graphs, layout = graphs_of(model, optimizer, {"rows": 1, "row_tokens": 2048, "row_documents": 64})
