@@ -474,7 +474,7 @@ def _tail_tiles(tile: int, tail: int, tokens: int) -> np.ndarray:
 
 def _fill_table(flat: np.ndarray, tiles: np.ndarray, work: np.ndarray, tail: np.ndarray) -> None:
     table = flat.reshape(-1, 2)
-    table[:, 0] = -1
+    table[:] = (-1, 0)
     table[len(tiles) : len(tiles) + len(tail)] = tail
     # Longest first, so that the last tiles to start are short ones; stable, so that the order is fixed.
     table[: len(tiles)] = tiles[np.argsort(-work, kind="stable")]
