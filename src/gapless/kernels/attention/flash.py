@@ -123,7 +123,7 @@ def attention_tiles(
         () where the reference runs: on a CPU, for heads above 256, for dtypes other than bf16, fp16 and float32.
 
     Raises:
-        TypeError: a dtype that is none of torch's, a window that is not an integer.
+        TypeError: a dtype that is none of torch's, windows that are no sequence, a window that is not an integer.
         ValueError: head dims, groups or a window below 1.
     """
     if not isinstance(dtype, torch.dtype):
@@ -132,6 +132,8 @@ def attention_tiles(
         raise ValueError(f"head dims must be at least 1, not {head_dim} and {v_head_dim}")
     if groups < 1:
         raise ValueError(f"groups must be at least 1, the query heads per key head, not {groups}")
+    if not isinstance(windows, Iterable):
+        raise TypeError(f"windows must be those of all layers, as in [None, 4096], not {windows!r}")
     known = dict.fromkeys(effective_window(window) for window in windows)
     device = torch.device(device)
     if not runs_kernels(device) or not _has_kernels(head_dim, v_head_dim, dtype):
@@ -321,7 +323,9 @@ class _Flash(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens, heads, _ = q.shape
         width = heads * v.shape[2]
-        out = q.new_empty(tokens, width + spare)[:, :width].view(tokens, heads, v.shape[2])
+        shape = (tokens, heads, v.shape[2])
+        # A view only where it must be: autograd does not let one be changed in place.
+        out = q.new_empty(tokens, width + spare)[:, :width].view(shape) if spare else q.new_empty(shape)
         lse = q.new_empty(heads, tokens, dtype=torch.float32)
         if call.q_segments.has_gaps:  # the tables know the tail alone
             out.zero_()

@@ -394,8 +394,8 @@ def hopper_backward(
 ):  # fmt: skip
     """Tiles of the backward table, each for `together` query heads of one kv head; tiles of the tail are cleared.
 
-    `total` tiles: results of a section, `rows` of the table, sections; programs take one after the other. `turns` begins
-    with zeros: the counter of tiles, and, in turn, one for each tile of queries and head. Descriptors: q, k, v, grad,
+    `total` tiles: results of a section, `rows` of the table, sections; programs take one after another. `turns` begins
+    with zeros: the counter of tiles and, in turn, one for each tile of queries and head. Descriptors: q, k, v, grad,
     grad_k_desc and grad_v_desc ragged; lse and delta [N, padded places], delta twice as many where it lies `in_pairs`;
     sums [N places D / 32, 32], parts of dQ / scale `in_lines`. A head has `per_head` tiles of padded places.
     """
