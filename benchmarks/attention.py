@@ -3,10 +3,18 @@
     python benchmarks/attention.py [--quick | --cases 'fwd-hd128-*,packed*'] [--peers fa2,fa4] [--fa3 LIBRARY] [--list]
 
 Forward and backward, each alone, at 16k tokens (32k for documents of that length) and hidden size 2,048, in bf16, with
-random values: all sides on the same ones, in turns, each checked against float32 in the same run. Peers that are not
-installed are skipped with a line: `fa4` is the package flash-attn-4, `fa3` the library `_vllm_fa3_C.abi3.so` of vLLM's
-wheel. Rows go to benchmarks/results/attention.json; `vs-fa4` is made from all that it has of this commit. Exits with 1
-if a case failed; a bar that was missed is said in the table and is no failure.
+random values: all sides on the same ones, in turns, each checked against float32 in the same run, the host's launches
+hidden. A causal mask halves the FLOPs, and a backward has 2.5 times the forward's. The limit is a matmul of 8,192^3,
+which draws more power than smaller products: these may exceed it. One problem measured twice in a run differed by up
+to 9 %.
+
+`fa2` and `cudnn` are torch's own (fa2 takes values as wide as keys alone), `fa3` is the library `_vllm_fa3_C.abi3.so`
+of vLLM's wheel, which has no backward, `fa4` the package flash-attn-4, `triton` our kernels for every GPU. Of documents
+of one length ours get a packed stream, fa2, cudnn and fa4 a batch.
+
+Peers that are not installed are skipped with a line. Rows go to benchmarks/results/attention.json; `vs-fa4` is made
+from all that it has of this commit. Exits with 1 if a case failed; a bar that was missed is said in the table and is no
+failure.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ import torch
 from cases import measure_rates
 from cases.attention import CASES, QUICK, versus
 from cases.attention_sides import PEERS, installed
-from common import RESULTS, Row, commit, merge, print_failed, print_table, run_cases
+from common import RESULTS, Row, commit, merge, print_failed, print_table, require_gpu, run_cases
 
 
 def selected(patterns: str) -> list[str]:
@@ -30,7 +38,7 @@ def selected(patterns: str) -> list[str]:
     wanted = patterns.split(",")
     unknown = [pattern for pattern in wanted if not any(fnmatch(case, pattern) for case in CASES)]
     if unknown:
-        sys.exit(f"error: no case is {', '.join(unknown)}; --list prints them")
+        sys.exit(f"error: no case is like {', '.join(map(repr, unknown))}; --list prints them")
     return [case for case in CASES if any(fnmatch(case, pattern) for pattern in wanted)]
 
 
@@ -65,7 +73,9 @@ def main() -> int:
     if options.list:
         print("\n".join(names))
         return 0
-    peers = installed(chosen_peers(options.peers), options.fa3)
+    chosen = chosen_peers(options.peers)
+    require_gpu()
+    peers = installed(chosen, options.fa3)
     rates = measure_rates()
     part = " --quick" if options.quick else f" --cases '{options.cases}'" if options.cases else ""
     part += f" --peers {options.peers}" * (options.peers != ",".join(PEERS)) + " --fa3 LIBRARY" * bool(options.fa3)

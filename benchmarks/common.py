@@ -78,6 +78,12 @@ class Row:
         return kept | {"device": torch.cuda.get_device_name(), "versions": versions(), "command": command}
 
 
+def require_gpu() -> None:
+    """End with a line where there is no GPU of NVIDIA's."""
+    if not torch.cuda.is_available():
+        sys.exit("error: this benchmark needs a GPU that torch can use through CUDA, and finds none")
+
+
 def versions() -> dict[str, str]:
     """Of the packages that matter, where they are installed; and of CUDA."""
     found = {"python": sys.version.split()[0], "cuda": str(torch.version.cuda)}
@@ -93,10 +99,17 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit() -> str:
-    """The commit that is checked out, "-dirty" where files differ from it; "unknown" in a copy without its history."""
-    run = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    found = subprocess.run(run, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    """The commit that is checked out; "unknown" in a copy without its history.
+
+    "-dirty" where files differ from it, but for results and the page made of them: a commit may have many runs.
+    """
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    changed = ["status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs/benchmarks.md"]
+    named, changes = (
+        subprocess.run([*git, *command], capture_output=True, text=True, check=False).stdout.strip()
+        for command in (["rev-parse", "--short", "HEAD"], changed)
+    )
+    return f"{named}-dirty" if named and changes else named or "unknown"
 
 
 def merge(benchmark: str, rows: Sequence[Row], command: str) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch._functorch.config
 from cases import adamw, elementwise, linear_ce, lora, measure_rates
-from common import print_failed, print_table, run_cases
+from common import print_failed, print_table, require_gpu, run_cases
 
 CASES = {**elementwise.CASES, **adamw.CASES, **linear_ce.CASES, **lora.CASES}
 
@@ -41,6 +41,8 @@ def main() -> int:
     if options.list:
         print("\n".join(CASES))
         return 0
+    names = selected(options.cases)
+    require_gpu()
     # transformers, which Liger imports, looks for a package of the name of this file.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
     # Graphs are captured on a stream that is not the default one, and a backward runs where its forward ran.
@@ -50,7 +52,7 @@ def main() -> int:
     torch._functorch.config.donated_buffer = False
     rates = measure_rates()
     command = f"python benchmarks/kernels.py{f' --cases {options.cases}' if options.cases else ''}"
-    chosen = {name: partial(CASES[name], rates) for name in selected(options.cases)}
+    chosen = {name: partial(CASES[name], rates) for name in names}
     rows, failed = run_cases("kernels", chosen, command)
     print_table(rows)
     print_failed(failed)

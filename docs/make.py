@@ -109,8 +109,9 @@ def benchmarks() -> str:
     ]
     for path in sorted((BENCHMARKS / "results").glob("*.json")):
         script = BENCHMARKS / f"{path.stem}.py"
-        title = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))).partition("\n")[0].rstrip(".")
-        parts += ["", f"## {script.name}: {title}"]
+        title, _, *about = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))).split("\n\n")
+        parts += ["", f"## {script.name}: {title.rstrip('.')}"]
+        parts += [line for paragraph in about for line in ("", paragraph)]
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         for run in dict.fromkeys(map(_run, rows)):
             parts += ["", run]

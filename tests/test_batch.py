@@ -178,7 +178,7 @@ def test_gaps(lengths, tail):
 
 def test_undeclared_tables_raise():
     where = segments([3], tiles=[SPECS[0]])
-    with pytest.raises(KeyError, match="not declared in the BatchLayout"):
+    with pytest.raises(KeyError, match="was not declared .declared: .TileSpec.query_tile=4"):
         where.tile_tables(SPECS[1])
 
 

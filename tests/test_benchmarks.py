@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -46,6 +47,40 @@ def small(case):
     problem = case.keywords["problem"]
     hidden = max(2, problem.groups) * problem.v_head_dim
     return partial(case, problem=replace(problem, lengths=(24, 24), hidden=hidden, device="cpu"))
+
+
+def test_results_do_not_make_a_commit_dirty(attention, tmp_path, monkeypatch):
+    import common
+
+    def git(*command):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *command], check=True, capture_output=True)
+
+    kept = [tmp_path / "benchmarks" / "results" / "attention.json", tmp_path / "docs" / "benchmarks.md"]
+    script = tmp_path / "benchmarks" / "common.py"
+    for file in (*kept, script):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("1\n")
+    monkeypatch.setattr(common, "__file__", str(script))
+    assert common.commit.__wrapped__() == "unknown"
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "all")
+    clean = common.commit.__wrapped__()
+    for file in kept:
+        file.write_text("2\n")
+    assert common.commit.__wrapped__() == clean
+    script.write_text("2\n")
+    assert common.commit.__wrapped__() == f"{clean}-dirty"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("script", ["attention.py", "kernels.py"])
+def test_a_machine_without_a_gpu_is_told(script):
+    run = subprocess.run([sys.executable, BENCHMARKS / script], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert run.stderr.strip().splitlines()[-1].startswith("error: this benchmark needs a GPU")
+    assert "Traceback" not in run.stderr
 
 
 def test_flops_are_of_the_documents_true_lengths(attention):

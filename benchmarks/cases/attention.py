@@ -119,8 +119,6 @@ def dense(rates: Rates, peers: Sequence[str], *, case: str, problem: Problem, ki
     rate = speed(works, dict.fromkeys(works, problem.flops(kind)))
     count = len(problem.lengths)
     note = f"{count} document{'s' if count > 1 else ''}, {problem.heads} heads"
-    note += ", FLOPs of a causal mask halved" if problem.causal else ""
-    note += ", the host's launches hidden; the limit is a matmul of 8,192^3, and smaller ones draw less power"
     return [
         Row(
             case=case,

@@ -183,8 +183,8 @@ class Segments:
         """
         if spec not in self.tiles:
             raise KeyError(
-                f"{spec} was not declared in the BatchLayout (declared: {list(self.tiles) or 'none'}); "
-                "kernels.attention.attention_tiles tells which are needed"
+                f"{spec} was not declared (declared: {list(self.tiles) or 'none'}): give the BatchLayout or `segments` "
+                "what kernels.attention.attention_tiles returns for these head dims, windows, dtype and device"
             )
         return self.tiles[spec]
 
@@ -298,6 +298,7 @@ def segments(
     if not 0 <= tokens < 2**31:
         raise ValueError(f"a stream has 0 to 2^31 - 1 tokens, not {tokens}")
     max_documents = len(lengths) + 1 if max_documents is None else max_documents
+    tiles = tuple(tiles)
     if any(end > start for end, start in zip(ends, [*starts, tokens][1:], strict=True)) or min(lengths, default=0) < 0:
         raise ValueError(f"documents of {list(lengths)} tokens at {list(starts)} overlap or exceed {tokens} tokens")
     if len(lengths) > max_documents:
@@ -499,7 +500,7 @@ def _tail_tiles(tile: int, tail: int, tokens: int) -> np.ndarray:
 
 def _fill_table(flat: np.ndarray, tiles: np.ndarray, work: np.ndarray, tail: np.ndarray) -> None:
     table = flat.reshape(-1, 2)
-    table[:, 0] = -1
+    table[:] = (-1, 0)
     table[len(tiles) : len(tiles) + len(tail)] = tail
     # Longest first, so that the last tiles to start are short ones; stable, so that the order is fixed.
     table[: len(tiles)] = tiles[np.argsort(-work, kind="stable")]

@@ -208,8 +208,8 @@ def test_the_same_bits_every_time(dims, window, sinks, count, deterministic, mon
 
 
 def test_an_accumulator_beyond_2_to_the_31(deterministic):
-    """Offsets of 64 bits: 1.2e9 elements of queries, 2.5e9 bytes."""
-    tokens, heads, dim = 1 << 17, 72, 128
+    """Offsets of 64 bits: 2.3e9 elements of queries and of each gradient."""
+    tokens, heads, dim = 1 << 17, 136, 128
     queries = make_segments([tokens - 4096, 4096], 256, dims=(dim, dim), dtype=BF16)
     case = Case(queries, heads=(heads, heads), dims=(dim, dim), dtype=BF16, window=256)
     outs, grads = case.on_kernels()

@@ -123,7 +123,11 @@ def describe(function: JITFunction, kernel, log: str) -> dict[str, object]:
     found |= resources(kernel)
     found |= {key: len(re.findall(pattern, ptx)) for key, pattern in _INSTRUCTIONS.items()}
     by_warps = "setmaxnreg" in ptx and "atom.global" in ptx
-    found["torn"] = torn(dump(kernel, "--dump-sass")) if by_warps else []
+    found["torn"] = []
+    if by_warps:
+        sass = dump(kernel, "--dump-sass")
+        assert re.search(r"ATOMG.*SYNCS", sass, re.DOTALL), "other instructions than `torn` knows"
+        found["torn"] = torn(sass)
     return found | {"notes": sorted(set(re.findall(r"C75\d\d", log)))}
 
 

@@ -173,6 +173,11 @@ def test_extreme_scores():
         ({"q": torch.zeros(35, 6, 10)}, "do not match segments of 36"),
         ({"k_segments": segments([3], tokens=36)}, "5 documents of queries, 1 of keys"),
         ({"v": torch.zeros(36, 2, 10, dtype=torch.float64)}, "tensors of one dtype"),
+        (
+            {"k": torch.zeros(36, 2, 10, device="meta")},
+            "of one device, not q on cpu, k on meta, v on cpu, q_segments on",
+        ),
+        ({"k_segments": segments(LENGTHS, tokens=36, device="meta")}, "q_segments on cpu, k_segments on meta"),
         ({"window": 0}, "window must be at least 1"),
         ({"window": 2, "causal": False}, "needs causal attention"),
         ({"softcap": 0.0}, "softcap must be above 0 and finite, not 0.0; None for none"),
@@ -206,6 +211,8 @@ def test_refusals(change, message):
         ({"window": "3"}, "window must be an integer, or None for none, not '3'"),
         ({"sinks": [0.0] * 6}, "sinks must be a tensor of one number per query head, not list"),
         ({"sinks": 1.0}, "sinks must be a tensor"),
+        ({"scale": torch.tensor(0.3)}, "scale must be a number, not Tensor"),
+        ({"softcap": "30"}, "softcap must be a number, not str"),
     ],
 )
 def test_other_types_are_refused(change, message):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gapless.kernels.attention import hopper
 from gapless.kernels.runtime import SHARED_MEMORY, triton
 from kernels.compile_cases import CASES
 
@@ -26,7 +27,9 @@ QUICK_ARCHITECTURES = (86, 90)
 QUICK_CASES = tuple({name.split(".")[0]: name for name in reversed(CASES)}.values())
 """What `make test` compiles: the first case of each operation."""
 
-THREE = "three consumers have 160 registers each: masked tiles, with Triton 3.9 alone but for packed heads"
+THREE = (
+    "three consumers have 160 registers each: masked tiles, with Triton 3.9 alone but for packed heads; 8 with softcap"
+)
 GRADIENTS = "two gradients, scores and a part of dQ fill the registers; mostly addresses are stored, outside of loops"
 HALVES = "gradients of 64 x 256 are half of all registers"
 STACK: dict[str, tuple[int, str]] = {
@@ -45,7 +48,7 @@ STACK: dict[str, tuple[int, str]] = {
     "flash.hopper-features-96 attention.hopper_backward.hopper_backward": (272, GRADIENTS + "; the slope, too"),
     "flash.hopper-softcap attention.hopper_backward.hopper_backward": (256, GRADIENTS + "; the slope, too"),
     "flash.features attention.hopper_backward.hopper_backward": (184, GRADIENTS + "; the slope, too"),
-    "attention.hopper_sums.hopper_delta": (8, "with Triton 3.9 alone"),
+    "attention.hopper_sums.hopper_delta": (8, "with sinks and Triton 3.9 alone"),
     "attention.hopper_wide.hopper_wide_keys": (40, HALVES),
     "attention.hopper_wide.hopper_wide_queries": (136, HALVES),
     "flash.hopper-features-256 attention.hopper_wide.hopper_wide_queries": (224, HALVES + "; the slope, too"),
@@ -57,6 +60,8 @@ STACK: dict[str, tuple[int, str]] = {
     "rms_norm._norm_backward": (16, "rows and sums fill the registers; with Triton 3.9 alone, float32 or 32 warps"),
 }
 """Bytes of stack that a kernel may have, in all cases or in one, and why; others none."""
+WIDE = {"flash.hopper-256": (256, 256), "flash.hopper-256-192": (256, 192), "flash.hopper-192-256": (192, 256)}
+"""Head dims of keys and values of the cases with the most shared memory."""
 NO_WGMMA: dict[str, str] = {}
 """Kernels that multiply 16-bit tiles on Hopper without its asynchronous matrix units, and why."""
 SERIAL: dict[str, str] = {}
@@ -115,6 +120,24 @@ def test_some_kernels_compile(tmp_path):
     assert_sound(lines)
 
 
+SNIPPET = """
+        /*0010*/                   BSSY B0, {} ;          /* 0x0000000000007945 */
+        /*0020*/               @P0 BRA 0x40 ;             /* 0x0000000000007945 */
+        /*0030*/                   ATOMG.E.ADD.STRONG.GPU PT, R5, desc[UR56][R4.64], R7 ;
+        /*0040*/                   BSYNC B0 ;
+        /*0050*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR12+0x30210], R4 ;
+        /*0060*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(("end", "found"), [("0x50", []), ("0x60", ["0x10"])])
+def test_warps_that_go_on_in_parts_are_found(end, found):
+    """A branch around an atomic that ends before the next barrier in memory, and one that ends after it."""
+    from kernels.compile_check import torn
+
+    assert torn(SNIPPET.format(end)) == found
+
+
 @pytest.mark.slow
 def test_all_kernels_compile_for_all_chips(tmp_path):
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -124,4 +147,8 @@ def test_all_kernels_compile_for_all_chips(tmp_path):
             lines += some
             known |= kernels
     assert {line["kernel"] for line in lines} == known, "a kernel that no case launches, or one from elsewhere"
+    for case, dims in WIDE.items():
+        used = [line["shared"] for line in lines if line["case"] == case and "hopper_wide" in line["kernel"]]
+        allowed = hopper._wide_bytes(*(sum(hopper.chunks(dim)) for dim in dims), hopper.back_tile(*dims))
+        assert max(used) <= allowed <= SHARED_MEMORY[90], (case, used)
     assert_sound(lines)

@@ -100,6 +100,20 @@ def test_a_stream_without_documents():
     assert not any(x.any() for x in (*outs, *grads))
 
 
+def test_the_output_may_be_changed_in_place():
+    """If no gradient goes through it: else torch says what happened."""
+    case = Case(make_segments([20], None))
+    with kernels():
+        plain = attention(*case.inputs, case.queries)
+        recorded = attention(*(x.clone().requires_grad_() for x in case.inputs), case.queries)
+        expected = 2 * plain
+        plain *= 2
+        recorded *= 2
+        assert torch.equal(plain, expected)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            recorded.sum().backward()
+
+
 @pytest.mark.parametrize("size", [1e2, 1e4, 3e18])
 def test_extreme_scores(size):
     case = Case(make_segments([40], None), lse=True, softcap=5.0)
@@ -136,7 +150,10 @@ def test_only_what_is_asked_for_is_computed(monkeypatch):
 
 def test_tables_must_be_declared():
     case = Case(segments([9], device=DEVICE))
-    with kernels(), pytest.raises(KeyError, match="attention_tiles tells which are needed"):
+    with (
+        kernels(),
+        pytest.raises(KeyError, match="was not declared .*give .* what kernels.attention.attention_tiles returns"),
+    ):
         case.fast(*case.inputs)
 
 
@@ -148,7 +165,7 @@ def test_tables_of_keys_are_missed_in_the_forward():
         torch.testing.assert_close(out, case.plain(*case.inputs), rtol=1e-4, atol=1e-5)
         case.fast(case.inputs[0].requires_grad_(), *case.inputs[1:])  # which takes the queries' table
         case.inputs[1].requires_grad_()
-        with pytest.raises(KeyError, match="attention_tiles tells which are needed"):
+        with pytest.raises(KeyError, match="was not declared .*give .* what kernels.attention.attention_tiles returns"):
             case.fast(*case.inputs)
 
 

@@ -228,12 +228,7 @@ def test_all_fit_shared_memory():
 def test_all_of_the_backward_fits_shared_memory():
     for d, v in itertools.product(DIMS, DIMS):
         tile = hopper.back_tile(d, v)
-        if tile.wide:
-            d_columns, v_columns = sum(hopper.chunks(d)), sum(hopper.chunks(v))
-            columns = d_columns + v_columns
-            of_keys = columns * (tile.stages * tile.queries + tile.keys) + 4 * tile.keys * tile.queries
-            of_queries = columns * 2 * 64 + 64 * (tile.stages * d_columns + tile.value_stages * v_columns)
-            assert 2 * max(of_keys, of_queries) + 4 * 2 * tile.stages * tile.queries + 1024 <= SHARED_MEMORY[90], (d, v)
+        if tile.wide:  # chosen by `_wide_bytes`, which test_compile compares with what is compiled
             continue
         columns = sum(max(64, next_power_of_2(dim)) for dim in (d, v))
         half = max(d, v) if tile.queries == 128 else (64 if d > 64 else 32)

@@ -199,7 +199,10 @@ def named_barrier_arrive(INDEX: gl.constexpr, THREADS: gl.constexpr):
 
 @gluon_jit
 def wait_for_value(pointer, value):
-    """Wait until an int32 in global memory is `value`; then TMA may follow. For a partition of one warp."""
+    """Wait until an int32 in global memory is `value`; then TMA may follow. For a partition of one warp.
+
+    Pointer and value are the same in all threads: else the warp went on in parts, and each would start what follows.
+    """
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(  # pyrefly: ignore
         """{
@@ -208,7 +211,7 @@ def wait_for_value(pointer, value):
         again:
         ld.acquire.gpu.global.b32 found, [$1];
         setp.ne.s32 other, found, $2;
-        @other bra again;
+        @other bra.uni again;
         fence.proxy.async;
         mov.u32 $0, found;
         }""",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 
@@ -68,8 +69,9 @@ def attention(
         sinks.
 
     Raises:
-        TypeError: segments that are not `Segments`, a window that is not an integer, sinks that are not a tensor.
-        ValueError: shapes, segments or options that do not fit together or are out of range.
+        TypeError: segments that are not `Segments`, a window that is not an integer, a softcap or scale that is not a
+            number, sinks that are not a tensor.
+        ValueError: shapes, dtypes, devices, segments or options that do not fit together or are out of range.
         KeyError: segments without the tile tables that the kernel needs.
     """
     k_segments = q_segments if k_segments is None else k_segments
@@ -111,6 +113,11 @@ def _check(
         raise ValueError(f"attention takes q [Tq, N, D], k [Tk, K, D], v [Tk, K, Dv], not {shapes}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"attention takes tensors of one dtype, not q {q.dtype}, k {k.dtype}, v {v.dtype}")
+    devices = (q.device, k.device, v.device, q_segments.cu_seqlens.device, k_segments.cu_seqlens.device)
+    if len(set(devices)) > 1:
+        named = zip(("q", "k", "v", "q_segments", "k_segments"), devices, strict=True)
+        found = ", ".join(f"{name} on {device}" for name, device in named)
+        raise ValueError(f"attention takes tensors and segments of one device, not {found}")
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads")
     if q.shape[0] != q_segments.tokens or k.shape[0] != k_segments.tokens:
@@ -129,6 +136,9 @@ def _check_options(
 ) -> None:
     if window is not None and not causal:
         raise ValueError(f"a window needs causal attention, not window={window}, causal={causal}")
+    for name, number in (("softcap", softcap), ("scale", scale)):
+        if number is not None and not isinstance(number, Real):
+            raise TypeError(f"{name} must be a number, not {type(number).__name__}")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be above 0 and finite, not {softcap}; None for none")
     if not math.isfinite(scale):

@@ -123,7 +123,7 @@ def attention_tiles(
         () where the reference runs: on a CPU, for heads above 256, for dtypes other than bf16, fp16 and float32.
 
     Raises:
-        TypeError: a dtype that is none of torch's, a window that is not an integer.
+        TypeError: a dtype that is none of torch's, windows that are no sequence, a window that is not an integer.
         ValueError: head dims, groups or a window below 1.
     """
     if not isinstance(dtype, torch.dtype):
@@ -132,6 +132,8 @@ def attention_tiles(
         raise ValueError(f"head dims must be at least 1, not {head_dim} and {v_head_dim}")
     if groups < 1:
         raise ValueError(f"groups must be at least 1, the query heads per key head, not {groups}")
+    if not isinstance(windows, Iterable):
+        raise TypeError(f"windows must be those of all layers, as in [None, 4096], not {windows!r}")
     known = dict.fromkeys(effective_window(window) for window in windows)
     device = torch.device(device)
     if not runs_kernels(device) or not _has_kernels(head_dim, v_head_dim, dtype):
@@ -281,7 +283,8 @@ def _pays(packed: Tiles, alone: Tiles, window: int | None, segments: Segments) -
     """Whether tiles that heads share are faster: where documents fill a tenth more of them.
 
     On an H200 with 4 heads that share, 128 features: 1.5 times as fast for documents of 16 to 128 tokens, 1.14 times
-    for 128 to 512, level at 2,048, and 0.89 at 8,192 and more.
+    for 128 to 512, level at 2,048, and 0.89 at 8,192 and more. While a graph is captured the batch at hand decides
+    for all that replay it: either is right for any.
     """
     its, other = (_specs(tiles, window)[0] for tiles in (packed, alone))
     if its not in segments.tiles or other not in segments.tiles:  # they may have been declared for other groups
@@ -344,7 +347,9 @@ class _Flash(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens, heads, _ = q.shape
         width = heads * v.shape[2]
-        out = q.new_empty(tokens, width + spare)[:, :width].view(tokens, heads, v.shape[2])
+        shape = (tokens, heads, v.shape[2])
+        # A view only where it must be: autograd does not let one be changed in place.
+        out = q.new_empty(tokens, width + spare)[:, :width].view(shape) if spare else q.new_empty(shape)
         lse = q.new_empty(heads, tokens, dtype=torch.float32)
         if call.q_segments.has_gaps:  # the tables know the tail alone
             out.zero_()
@@ -465,7 +470,7 @@ def _hopper_backward(
     else:
         if call.ordered:
             # In one section the tiles that start together are of many heads and do not wait for each other: 476
-            # TFLOP/s for 413 at 128 features and 8k tokens, causal.
+            # TFLOP/s for 411 at 128 features and 8k tokens, causal, before programs were persistent.
             grid = (heads // together, grid[1], 1)
         sums = hopper.launch_backward(given, grid, tensors, results, together, ordered=call.ordered)
         hopper.launch_queries(given, sums, grad_q)

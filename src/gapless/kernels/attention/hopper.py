@@ -180,9 +180,9 @@ class Backward(NamedTuple):
         return (tokens // self.tile.queries + self.count + 1) * self.tile.queries
 
     @property
-    def pairs(self) -> bool:
-        """Whether -delta lies `in_pairs`: where shared memory holds it."""
-        return not self.tile.wide and self.tile.queries == 64
+    def copies(self) -> int:
+        """Of -delta: 2 where it lies `in_pairs`, if shared memory holds them."""
+        return 2 if not self.tile.wide and self.tile.queries == 64 else 1
 
     def form(self, q: torch.Tensor, v: torch.Tensor, *, float32: bool, ordered: bool = False) -> hopper_shared.Form:
         """For q [Tq, N, D] and v [Tk, K, V]; `float32`: gradients of keys and values in float32."""
@@ -190,7 +190,7 @@ class Backward(NamedTuple):
         tile, (registers, few) = self.tile, _REGISTERS[2]
         return hopper_shared.Form(
             tile.queries, tile.keys, d, width, q.shape[2], v.shape[2], tile.stages, **self.masks,
-            ORDERED=ordered, PAIRS=self.pairs, FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
+            ORDERED=ordered, PAIRS=self.copies == 2, FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
         )  # fmt: skip
 
     def wide_form(self, q: torch.Tensor, v: torch.Tensor, *, float32: bool) -> wide_back.Form:
@@ -213,14 +213,15 @@ class Backward(NamedTuple):
 
     def descriptors(self, tensors: Sequence[torch.Tensor], form: hopper_shared.Form) -> list[object]:
         """Of q, k, v, the output's gradient, and of LSE and delta in padded places."""
-        q, k, v, grad, *rows = tensors
+        q, k, v, grad, lse, delta = tensors
         tile = self.tile
         return [
             ragged_descriptor(q, tile.queries, form.D),
             ragged_descriptor(k, tile.keys, form.D),
             ragged_descriptor(v, tile.keys, form.V),
             ragged_descriptor(grad, tile.queries, form.V),
-            *(plain_descriptor(x, (1, x.shape[1] // self.padded_rows(q.shape[0]) * tile.queries)) for x in rows),
+            plain_descriptor(lse, (1, tile.queries)),
+            plain_descriptor(delta, (1, self.copies * tile.queries)),
         ]
 
 
@@ -232,10 +233,13 @@ def launch_delta(
     grad_lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Find LSE and -delta in padded places, float32 [N, rows], see `hopper_delta`, and the sinks' gradient [N]."""
+    """Find LSE and -delta in padded places, float32 [N, rows], see `hopper_delta`, and the sinks' gradient [N].
+
+    Of -delta there are `copies`.
+    """
     tokens, heads, width = out.shape
     rows = b.padded_rows(tokens)
-    lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, 2 * rows if b.pairs else rows)
+    lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, b.copies * rows)
     partial = lse.new_empty(b.q_rows, heads) if sinks is not None else None
     launch(
         hopper_sums.hopper_delta,
@@ -250,7 +254,7 @@ def launch_delta(
         BM=b.tile.queries,
         SINKS=sinks is not None,
         LSE=grad_lse is not None,
-        PAIRS=b.pairs,
+        PAIRS=b.copies == 2,
     )
     if sinks is None or partial is None:
         return lse_padded, delta, None
@@ -283,7 +287,7 @@ def launch_backward(
     (heads, rows), tile = lse.shape, b.tile
     form = b.form(q, v, float32=results[0].dtype == torch.float32, ordered=ordered)
     sums = torch.zeros(heads, rows, form.D, dtype=torch.float32, device=q.device)
-    turns = torch.zeros(heads * rows // tile.queries if ordered else 1, dtype=torch.int32, device=q.device)
+    turns = torch.zeros(1 + (heads * rows // tile.queries if ordered else 0), dtype=torch.int32, device=q.device)
     section, used, sections = grid
     total = section * used * sections
     launch(
@@ -291,7 +295,7 @@ def launch_backward(
         (min(total, multiprocessors(q.device)),),
         q.device,
         *(*b.descriptors(tensors, form), plain_descriptor(sums.view(-1, 32), (tile.queries * form.D // 64, 32))),
-        *(*_results(results, form), turns, turns.new_zeros(1), b.k_table, *b.documents, *b.numbers),
+        *(*_results(results, form), turns, b.k_table, *b.documents, *b.numbers),
         *(k.shape[0], heads // k.shape[1], together, rows // tile.queries, used, section, total),
         F=form,
         num_warps=4,

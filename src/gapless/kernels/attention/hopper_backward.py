@@ -9,7 +9,7 @@ while the other finds weights. The scores of the next queries are started before
 One warp, the producer, copies in. Programs are persistent: see `hopper_order`.
 
 Tiles of keys add to the same queries, to sums in global memory: two further warps, the senders, have the copy engine
-add what the consumers leave in shared memory. Added from registers instead, four numbers at a time, it took 4 to 13 %
+add what the consumers leave in shared memory. Added from registers instead, four numbers at a time, it took up to 12 %
 longer. For the same bits every time they add in turn: a counter for each tile of queries and head says how many have
 added. Turns go by the index of the tile of keys, the order in which running programs take those of a document, so
 nobody waits for one that is not there, however many programs run at a time.
@@ -103,7 +103,7 @@ def _feed(fed, tile, base, met, F: gl.constexpr):
     """Copy in the keys and values of a tile, and tiles of queries and gradients, head after head; how many.
 
     `base` and `met` count tiles of queries, and tiles that met any, that were before. Consumers start scores a tile
-    ahead: a tile ends with queries that nobody reads, so queries are a slot further for each that was before.
+    ahead: a tile ends with queries whose scores nobody reads, so queries are a slot further for each that was before.
     """
     descs, rooms, barriers, groups, together, window = fed
     q_desc, k_desc, v_desc, grad_desc, lse_desc, delta_desc = descs
@@ -125,7 +125,7 @@ def _feed(fed, tile, base, met, F: gl.constexpr):
                 mbarrier.wait(q_empty.index(slot), (n // F.STAGES & 1) ^ 1)
                 mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
                 load_tile(q_desc, queries, i * F.BM, head + other, q_full.index(slot), q.index(slot))
-                load_numbers(lse_desc, head + other, padded + i * F.BM, q_full.index(slot), lse.index(slot), F)
+                load_numbers(lse_desc, head + other, padded + i * F.BM, q_full.index(slot), lse.index(slot))
                 if used == 0:
                     mbarrier.wait(k_empty, (met & 1) ^ 1)
                     mbarrier.expect(k_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -136,14 +136,8 @@ def _feed(fed, tile, base, met, F: gl.constexpr):
                 mbarrier.wait(grad_empty.index(slot), (n // F.STAGES & 1) ^ 1)
                 mbarrier.expect(grad_full.index(slot), grad_desc.block_type.nbytes + delta_desc.block_type.nbytes)
                 load_tile(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
-                load_numbers(
-                    delta_desc,
-                    head + other,
-                    _copies(F) * (padded + i * F.BM),
-                    grad_full.index(slot),
-                    delta.index(slot),
-                    F,
-                )
+                place = _copies(F) * (padded + i * F.BM)
+                load_numbers(delta_desc, head + other, place, grad_full.index(slot), delta.index(slot))
                 used += 1
         if used > 0:
             n = base + used + met
@@ -365,7 +359,7 @@ def _gradients(CONSUMER: gl.constexpr, taken, tile, base, met, F: gl.constexpr):
         keys = (key_start, key_count)
         write_rows(grad_k * scale, results[0], k.index(0), keys, first_row, result, heads, CONSUMER, F.D_HEAD, F.D, F)
         write_rows(grad_v, results[1], v.index(0), keys, first_row, result, heads, CONSUMER, F.V_HEAD, F.V, F)
-        tma_store_wait(0)
+        tma_store_wait(0)  # one thread waits: before it arrives all meet, which Triton sees to
         mbarrier.arrive(k_empty)
     else:
         stop = gl.where(document >= 0, key_start + key_count, gl.where(document == TAIL, tokens, 0))
@@ -392,16 +386,17 @@ def _consume(CONSUMER: gl.constexpr, taken, news, F: gl.constexpr):
 # ---- the kernel ----
 
 
-@gluon_jit(do_not_specialize=(*PER_BATCH, "per_head", "counter", "rows", "section", "total"))
+@gluon_jit(do_not_specialize=(*PER_BATCH, "per_head", "rows", "section", "total"))
 def hopper_backward(
-    q, k, v, grad, lse, delta, sums, grad_k_desc, grad_v_desc, grad_k, grad_v, turns, counter,
+    q, k, v, grad, lse, delta, sums, grad_k_desc, grad_v_desc, grad_k, grad_v, turns,
     table, q_start, q_used, q_offset, k_start, k_used, k_offset, scale, scale2, softcap, window,
     k_tokens, groups, together, per_head, rows, section, total, F: gl.constexpr,
 ):  # fmt: skip
     """Tiles of the backward table, each for `together` query heads of one kv head; tiles of the tail are cleared.
 
-    `total` tiles: results of a section, `rows` of the table, sections; programs take one after the other, and `counter`
-    begins with 0. Descriptors: q, k, v, grad, grad_k_desc and grad_v_desc ragged; lse and delta [N, padded places];
+    `total` tiles: results of a section, `rows` of the table, sections; programs take one after another. `turns` begins
+    with zeros: the counter of tiles and, in turn, one for each tile of queries and head. Descriptors: q, k, v, grad,
+    grad_k_desc and grad_v_desc ragged; lse and delta [N, padded places], delta twice as many where it lies `in_pairs`;
     sums [N places D / 32, 32], parts of dQ / scale `in_lines`. A head has `per_head` tiles of padded places.
     """
     dtype: gl.constexpr = q.dtype
@@ -429,12 +424,12 @@ def hopper_backward(
         (k_full, k_empty, q_full, q_empty, grad_full, grad_empty, ds_full, out_full, out_empty),
         together, total // rows, k_tokens, (scale, scale2, softcap, window),
     )  # fmt: skip
-    sent = (sums, out, (out_full, out_empty), turns, per_head, together, window)
+    sent = (sums, out, (out_full, out_empty), turns + 1, per_head, together, window)
     gl.warp_specialize(
         [
             (_consume, (0, taken, news, F)),
             (_consume, (1, taken, news, F)),
-            (_produce, (fed, news, order, documents, counter, total, F)),
+            (_produce, (fed, news, order, documents, turns, total, F)),
             (_send, (0, sent, news, F)),
             (_send, (1, sent, news, F)),
         ],

@@ -24,7 +24,7 @@ class Form(NamedTuple):
     BM: int
     """Queries of a tile."""
     KEYS: int
-    """Keys of a program, or of a tile."""
+    """Keys of a program."""
     D: int
     """Columns of tiles of queries and keys, a power of two; what is beyond the head dim is zero."""
     V: int
@@ -98,7 +98,7 @@ def load_tile(desc, document, row, head, barrier, room):
 
 
 @gluon_jit
-def load_numbers(desc, head, place, barrier, room, F: gl.constexpr):
+def load_numbers(desc, head, place, barrier, room):
     """Start to copy a number for each query of a tile, or two."""
     tma_load(desc, [head, place], barrier, room.reshape([1, room.shape[0]]))
 

@@ -1,4 +1,4 @@
-"""What runs before and after `hopper_backward`, in Triton: delta and LSE to padded places, dQ from its parts."""
+"""What runs before and after the backward's kernels, in Triton: delta and LSE to padded places, dQ from its parts."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def hopper_delta(
 ):  # fmt: skip
     """Find delta = rowsum(dO O) - dLSE of a tile of QT queries and a head, and their summand of the sink's gradient.
 
-    -delta and the LSE go to padded places, `in_fours`. Beyond the document, and for queries that see nothing, the LSE
-    becomes inf, which makes weights 0.
+    The LSE goes to padded places `in_fours`, -delta likewise or twice, `in_pairs`. Beyond the document, and for queries
+    that see nothing, the LSE becomes inf, which makes weights 0.
     """
     document, begin, start, count = _tile(table, q_start, q_used)
     head = tl.program_id(1).to(tl.int64)

@@ -1,7 +1,7 @@
 """Attention's backward on Hopper for heads above 128 in Gluon, in two kernels of which none adds to another's.
 
 The gradients of 64 keys and 64 values with 256 features each fill the registers of two groups of four warps: one group,
-the consumer of values, finds weights P^T and dV += P^T dO, the other takes these weights, in 16 bits, and finds dS^T
+the consumer of values, finds weights P^T and dV += P^T dO, the other takes these weights, in float32, and finds dS^T
 and dK += dS^T Q. A second kernel has 64 queries a consumer and finds dQ += dS K as keys stream by. That is 7 products
 for 5, but they need no sums in global memory, and have the same bits every time.
 
@@ -128,11 +128,11 @@ def _feed_keys(fed, F: gl.constexpr):
             mbarrier.wait(q_empty.index(slot), phase)
             mbarrier.expect(q_full.index(slot), tile_bytes(F.BM, F.D0, F.D1) + lse_desc.block_type.nbytes)
             load_chunks(q_descs, queries, i * F.BM, head + other, q_full.index(slot), at(q, slot), F.D1)
-            load_numbers(lse_desc, head + other, place, q_full.index(slot), lse.index(slot), F)
+            load_numbers(lse_desc, head + other, place, q_full.index(slot), lse.index(slot))
             mbarrier.wait(grad_empty.index(slot), phase)
             mbarrier.expect(grad_full.index(slot), tile_bytes(F.BM, F.V0, F.V1) + delta_desc.block_type.nbytes)
             load_chunks(grad_descs, queries, i * F.BM, head + other, grad_full.index(slot), at(grad, slot), F.V1)
-            load_numbers(delta_desc, head + other, place, grad_full.index(slot), delta.index(slot), F)
+            load_numbers(delta_desc, head + other, place, grad_full.index(slot), delta.index(slot))
             n += 1
 
 

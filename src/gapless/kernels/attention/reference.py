@@ -47,7 +47,8 @@ def reference_attention(
             outs[at], lses[at] = _explicit(q_pieces[at], k_pieces[at], v_pieces[at], view, softcap, sinks, scale)
     if not any(q_segments.lengths):
         # A stream without documents gives zero gradients, not none, as any other.
-        outs[-1] = outs[-1] + (q[:0].sum() + k[:0].sum() + v[:0].sum())
+        nothing = sum(x[:0].sum() for x in (q, k, v, *([] if sinks is None else [sinks])))
+        outs[-1], lses[-1] = outs[-1] + nothing, lses[-1] + nothing
     return torch.cat(outs).flatten(1, 2).to(dtype), torch.cat(lses).flatten(1, 2) if need_lse else None
 
 
