@@ -177,6 +177,6 @@ def test_a_run_waits_for_it_before_its_first_step_and_ends_it(monkeypatch, tmp_p
     assert stub.calls == ["wait", "close"]
     stub.calls.clear()
     missing = replace(config, model=replace(config.model, path=str(tmp_path / "missing")))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match="tokenizer.json is missing"):
         trainer.train(missing)
     assert stub.calls == ["close"]

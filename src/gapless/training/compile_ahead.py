@@ -249,16 +249,9 @@ def _step(batch: PackedBatch) -> TrainStep:
 
 
 def _batches(layout: BatchLayout) -> Iterator[PackedBatch]:
-    """Batches between which kernels are chosen: of long and of short documents, all trained and as few as may be."""
+    """Batches between which kernels are chosen: of documents as long, and as short, as may be."""
     short = max(2, min(_SHORT, layout.row_tokens // layout.row_documents))
     for length in (layout.row_tokens, short):
-        count = min(layout.row_documents, layout.row_tokens // length)
-        for trained in (True, False):
-            document = _document(length, trained=trained)
-            rows = [[document] * count for _ in range(layout.rows)]
-            rows[0][0] = _document(length, trained=True)
-            yield build_batch(layout, rows).to("meta")
-
-
-def _document(length: int, *, trained: bool) -> Document:
-    return Document(np.zeros(length, dtype=np.int32), np.full(length, trained))
+        document = Document(np.zeros(length, dtype=np.int32), np.full(length, True))
+        row = [document] * min(layout.row_documents, layout.row_tokens // length)
+        yield build_batch(layout, [row] * layout.rows).to("meta")
