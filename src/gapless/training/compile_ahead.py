@@ -64,6 +64,8 @@ def compile_ahead(config: RunConfig, device: torch.device, *, evaluates: bool) -
     """
     if device.type != "cuda" or not runs_kernels(device) or triton.knobs.runtime.interpret:
         return None
+    if not sys.executable:  # Python is a part of some other program
+        return None
     request = {
         "config": dataclasses.asdict(_decisive(config)),
         "chip": chip(device),
