@@ -24,7 +24,7 @@ def chip(monkeypatch):
     """Pretend that devices are of a compute capability."""
 
     def pretend(architecture):
-        monkeypatch.setattr(runtime, "_properties", lambda _: (architecture, 132, 50 << 20))
+        monkeypatch.setattr(runtime, "_properties", lambda _: runtime.Chip(architecture, 132, 50 << 20))
         monkeypatch.setattr(runtime, "_forced", runtime._Forced())
 
     return pretend

@@ -18,7 +18,7 @@ GPU = torch.device("cuda")
 
 
 def pretend(monkeypatch, capability, triton=True):
-    monkeypatch.setattr(runtime, "_properties", lambda _: (10 * capability[0] + capability[1], 100, 2**25))
+    monkeypatch.setattr(runtime, "_properties", lambda _: runtime.Chip(10 * capability[0] + capability[1], 100, 2**25))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
     monkeypatch.setattr(runtime, "_forced", runtime._Forced())
     monkeypatch.setattr(runtime, "triton", triton or None)

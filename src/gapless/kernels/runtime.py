@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -28,6 +28,20 @@ SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 1
 """Bytes a thread block may have, by architecture (CUDA C++ Programming Guide, table "Technical Specifications")."""
 
 Path = Literal["triton", "reference"]
+
+
+class Chip(NamedTuple):
+    """What launchers ask of a GPU."""
+
+    architecture: int
+    """Compute capability as one number: 80, 86, 89, 90, 100, 120, ..."""
+    multiprocessors: int
+    cache_bytes: int
+    """Of the L2 cache."""
+
+
+_CPU = Chip(OLDEST, 3, 1 << 15)
+"""A few of each for a CPU, where the interpreter runs one program after the other."""
 
 
 def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
@@ -58,6 +72,8 @@ class _Forced:
     path: Path | None = None
     architecture: int | None = None
     captured: bool = False
+    chip: Chip | None = None
+    """Kernels are compiled for it and not launched."""
 
 
 _forced = _Forced()
@@ -85,6 +101,21 @@ def forced(path: Path, architecture: int | None = None) -> Generator[None]:
         yield
     finally:
         _forced.path, _forced.architecture = before
+
+
+@contextmanager
+def compiled_only(chip: Chip) -> Generator[None]:
+    """Have kernels compiled as a chip would launch them, and not launched, while entered.
+
+    Tensors may be on the meta device. See `gapless.kernels.compiling`, which has the driver that Triton needs for it.
+    """
+    before = _forced.chip
+    with forced("triton", chip.architecture):
+        _forced.chip = chip
+        try:
+            yield
+        finally:
+            _forced.chip = before
 
 
 def use_triton(x: torch.Tensor) -> bool:
@@ -115,9 +146,7 @@ def architecture(device: torch.device) -> int:
     """Compute capability of a GPU as one number: 80, 86, 89, 90, 100, 120, ...; `OLDEST` for a CPU."""
     if _forced.architecture is not None:
         return _forced.architecture
-    if device.type != "cuda":
-        return OLDEST
-    return _properties(device)[0]
+    return _properties(device).architecture
 
 
 def family(device: torch.device) -> int:
@@ -126,24 +155,34 @@ def family(device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; a few for a CPU, where the interpreter runs one program after the other."""
-    return _properties(device)[1] if device.type == "cuda" else 3
+    """Streaming multiprocessors of a GPU; a few for a CPU."""
+    return _properties(device).multiprocessors
 
 
 def cache_bytes(device: torch.device) -> int:
     """Bytes of a GPU's L2 cache; a few for a CPU."""
-    return _properties(device)[2] if device.type == "cuda" else 1 << 15
+    return _properties(device).cache_bytes
 
 
-def _properties(device: torch.device) -> tuple[int, int, int]:
+def chip(device: torch.device) -> Chip:
+    """All that launchers ask of a GPU."""
+    return _properties(device)
+
+
+def _properties(device: torch.device) -> Chip:
+    if _forced.chip is not None:
+        return _forced.chip
+    if device.type != "cuda":
+        return _CPU
     return _properties_of(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @cache
-def _properties_of(index: int) -> tuple[int, int, int]:
-    """Compute capability, multiprocessors, bytes of L2 cache; to ask takes microseconds, and every launch does."""
+def _properties_of(index: int) -> Chip:
+    """To ask takes microseconds, and every launch does."""
     properties = torch.cuda.get_device_properties(index)
-    return 10 * properties.major + properties.minor, properties.multi_processor_count, properties.L2_cache_size
+    architecture = 10 * properties.major + properties.minor
+    return Chip(architecture, properties.multi_processor_count, properties.L2_cache_size)
 
 
 def is_captured(device: torch.device) -> bool:
@@ -183,6 +222,9 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         _check_interpreted(kernel, device)
     # Triton 3.10 changes its default: a scaled score less its maximum needs the multiply-add that rounds once.
     settings["enable_fp_fusion"] = True
+    if _forced.chip is not None:
+        kernel.warmup(*args, grid=grid, **settings)
+        return
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*args, **settings)
         return

@@ -52,6 +52,7 @@ from gapless.training.checkpoint import (
     list_checkpoints,
     no_fault,
 )
+from gapless.training.compile_ahead import CompilingProcess, compile_ahead
 from gapless.training.display import Clock, make_display
 from gapless.training.graph import CudaRecorder, GraphStep, obstacle
 from gapless.training.logs import NoLog, RunLog, check_loggers
@@ -181,6 +182,7 @@ class Trainer:
             if self.device.type == "cuda":
                 # With its number: what is current in this thread is not in others.
                 self.device = torch.device("cuda", torch.cuda.current_device())
+            self._start_compiling()
             described = self._check()
             self._open_folder()
             checkpoint = self._prepare(described)
@@ -194,6 +196,16 @@ class Trainer:
             return self._finish()
 
     # ---- before the first step ----
+
+    def _start_compiling(self) -> None:
+        """Have kernels compiled by one process on each node."""
+        evaluates = bool(self.config.data.eval) or self._eval_rows is not None
+        first = self._world.local_rank == 0
+        self._compiling: CompilingProcess | None = (
+            compile_ahead(self.config, self.device, evaluates=evaluates) if first else None
+        )
+        if self._compiling is not None:
+            self._opened.enter_context(closing(self._compiling))
 
     def _check(self) -> Decoder:
         """Refuse what can be refused before the run folder is made and rows are read; returns the model described."""
@@ -333,6 +345,8 @@ class Trainer:
                 self._display.message(note)
         if checkpoint:
             self._display.message(f"going on from {checkpoint.path}")
+        if self._compiling is not None:
+            self._compiling.wait(self._display.message)
         for callback in self._callbacks:
             callback.on_train_begin(self)
         self._world.meet("begun")
