@@ -226,6 +226,8 @@ class FakeSide:
     def begin(self):
         from cases.finetune_sides import NotInstalled, SideError
 
+        if self.name == "profile" and self.name not in self.fails:
+            return {"busy": 98.5, "plain": 99.0, "gaps": 0.25}
         if self.name in self.fails:
             raise {"missing": NotInstalled, "error": SideError}[self.fails[self.name]](f"{self.label} cannot")
         self.alive.add(self.label)
@@ -239,14 +241,23 @@ class FakeSide:
         self.alive.discard(self.label)
 
 
+def _one_call_each(works, **_):
+    for work in works.values():
+        work()
+    return dict.fromkeys(works, 1.0)
+
+
 @pytest.fixture
 def fakes(monkeypatch):
-    from cases import finetune_sides
+    from cases import finetune, finetune_sides
 
     for name in ("losses", "fails"):
         monkeypatch.setattr(FakeSide, name, {})
     monkeypatch.setattr(FakeSide, "seen", [])
-    monkeypatch.setattr(finetune_sides, "Side", FakeSide)
+    for module in (finetune_sides, finetune):
+        monkeypatch.setattr(module, "Side", FakeSide)
+    monkeypatch.setattr(finetune, "free_memory", lambda: None)
+    monkeypatch.setattr(finetune, "medians", _one_call_each)
     return FakeSide
 
 
@@ -311,6 +322,27 @@ def test_a_case_without_its_key_is_skipped_and_known_ones_fit_the_run_file(tmp_p
     for name, case in finetune.CASES.items():
         if all(map(finetune.knows, case.settings)):
             check_config(run_config(finetune.plan_of(name, case, tmp_path, 3)))
+
+
+def test_a_case_from_its_plan_to_its_row(tmp_path, fakes):
+    from cases import Rates, finetune
+
+    changed = {"shape": SHAPE, "row_tokens": 48, "device": "cpu"}
+    rates = Rates(copy=1.0, matmul=700.0)
+    case = finetune.CASES["lora-8b"]
+    (row,) = finetune.rows(rates, name="lora-8b", case=case, work=tmp_path, **changed)
+    assert row.gapless == row.peers["unsloth"] == row.beside["not deterministic"] == 8000
+    assert row.bar == pytest.approx(1.6 * 8000)
+    assert row.limit > 0
+    (row,) = finetune.rows(rates, name="full-1b", case=finetune.CASES["full-1b"], work=tmp_path, **changed)
+    assert list(row.peers) == ["hf-liger"]
+    assert "weights and moments in bf16" in row.note
+    found = {row.case: row for row in finetune.busy_rows(rates, work=tmp_path, **changed)}
+    assert found["busy-lora-8b-eager"].gapless == 98.5
+    assert found["busy-lora-8b-eager"].bar == 97
+    assert ("busy-lora-8b" in found) == finetune.knows(finetune.GRAPHS)
+    fakes.fails = {"profile": "missing"}
+    assert finetune.busy_rows(rates, work=tmp_path, **changed) == []
 
 
 def test_limits_are_those_of_the_notes(tmp_path, monkeypatch, capsys):
