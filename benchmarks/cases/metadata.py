@@ -60,11 +60,11 @@ def rebuilt(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, _: Segments, *, window: None, spare: int
 ) -> torch.Tensor:
     """`gapless.attention` after a layer of the usual kind has found out where documents are."""
-    known = len(segments.lengths)
-    sums = segments.seqused.cumsum(0, dtype=torch.int32)
-    places = torch.arange(len(sums), device=sums.device)
-    ends = torch.where(places < known, sums, segments.tokens)  # those that are none begin and end with the stream
-    again = replace(segments, cu_seqlens=functional.pad(ends, (1, 0)))
+    starts = segments.seqused.cumsum(0, dtype=torch.int32) - segments.seqused
+    known = torch.arange(len(starts), device=starts.device) < len(segments.lengths)
+    # Those that are none begin and end with the stream.
+    sums = functional.pad(torch.where(known, starts, segments.tokens), (0, 1), value=segments.tokens)
+    again = replace(segments, cu_seqlens=sums)
     longest = int(segments.seqused.max())
     assert longest == segments.max_seqlen
     return attention(q, k, v, again, again, window=window, spare=spare)  # pyrefly: ignore
