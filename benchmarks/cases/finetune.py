@@ -144,7 +144,7 @@ def rows(
     plan = plan_of(name, case, work, len(peers) + len(case.variants), **changed)
     prepare(plan)
     variants = {
-        label: replace(plan, work=f"{plan.work}-{label.replace(' ', '-')}", settings=plan.settings | settings)
+        label: replace(plan, work=f"{plan.work}-{label.replace(' ', '-')}", settings=plan.settings | dict(settings))
         for label, settings in case.variants.items()
         if all(map(knows, settings))
     }
