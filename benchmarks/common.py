@@ -21,7 +21,7 @@ import torch
 import triton
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "triton", "numpy", "transformers", "peft", "liger_kernel", "flash-attn-4", "vllm")
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "peft", "liger_kernel", "unsloth", "flash-attn-4", "vllm")
 _GRAPH_CALLS = 12
 _CYCLES_PER_US = 1800
 
@@ -266,6 +266,36 @@ def free_memory() -> None:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+class Stopwatch:
+    """Times between points of a program: on the GPU's clock, as its stream comes to them, or the host's without one."""
+
+    def __init__(self, device: str | torch.device) -> None:
+        """Where the work is."""
+        self._cuda = torch.device(device).type == "cuda"
+        self._points: list[Any] = []
+
+    def __len__(self) -> int:
+        """Points so far."""
+        return len(self._points)
+
+    def point(self) -> None:
+        """Now."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._points.append(event)
+        else:
+            self._points.append(time.perf_counter())
+
+    def read(self) -> list[float]:
+        """Milliseconds from each point to the next; waits for the GPU, and begins anew."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        points, self._points = self._points, []
+        pairs = zip(points, points[1:], strict=False)
+        return [one.elapsed_time(other) if self._cuda else 1e3 * (other - one) for one, other in pairs]
 
 
 def copy_rate() -> float:
