@@ -151,7 +151,7 @@ def test_weights_are_read_outside_of_collectives(inputs):
     assert first == second
 
 
-CHECKPOINTED = ("ddp 2", "zero-1 2", "zero-2 2", "zero-3 2", "tensor 2", "tensor 2, sequence", "1f1b 2", "zero bubble 2")
+CHECKPOINTED = ("ddp 2", "zero-1 2", "zero-2 2", "zero-3 2", "tensor 2", "tensor 2, sequence", "1f1b 2")
 
 
 @pytest.mark.parametrize("layout", CHECKPOINTED)

@@ -55,6 +55,7 @@ def check_layout(config: RunConfig, decoder: DecoderConfig, sizes: Mapping[str, 
         parallel.pp_schedule,
         training.gradient_accumulation_steps,
         frees_weights=sizes["shard"] > 1 and parallel.zero_stage == 3,
+        runs_again=config.memory.checkpointing != "none",
     )
 
 
