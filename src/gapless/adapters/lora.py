@@ -92,6 +92,7 @@ class LoraLinear(Linear):
         counters: DropoutCounters | None = None,
         *,
         spare: int = 0,
+        value: bool = True,
     ) -> torch.Tensor:
         """Give base(x, residual) + scale * B A dropout(x).
 
@@ -100,6 +101,7 @@ class LoraLinear(Linear):
             residual: [T, out], added to the result.
             counters: of the batch's tokens; needed when training with dropout.
             spare: see `Linear.forward`.
+            value: likewise; for kernels.
         """
         drop = None
         if self.training and self.dropout:
@@ -122,6 +124,7 @@ class LoraLinear(Linear):
                 spare=spare,
                 trusted=self.trusted,
                 copied=self.copied,
+                value=value,
             )
         y = self.base(x, residual)
         if drop is not None:

@@ -269,6 +269,8 @@ class _Layer(NamedTuple):
     """Whether there may be a backward."""
     spare: int
     """Columns behind x's rows that may be overwritten."""
+    value: bool
+    """Whether the result's values are needed."""
 
     @property
     def whole_scale(self) -> float:
@@ -290,10 +292,13 @@ class _LoraLinear(torch.autograd.Function):
         row = wide.rows.shape[1]
         fits = layer.spare == spare_columns(x) == wide.spare
         trained_b = layer.recorded and any(ctx.needs_input_grad[4:])
-        inner = project(
-            x, wide.a, layer.whole_scale, layer.drop, spare=wide.spare if fits else 0, copy=trained_b or not fits
-        )
-        if fits:
+        inner = None
+        if layer.value or trained_b:
+            spare = wide.spare if fits and layer.value else 0
+            inner = project(x, wide.a, layer.whole_scale, layer.drop, spare=spare, copy=trained_b or not fits)
+        if not layer.value:
+            y = x.new_empty(()).expand(len(x), wide.out)
+        elif fits:
             rows = x.as_strided((len(x), row), x.stride())
             if residual is None:
                 y = functional.linear(rows, wide.rows, bias)
@@ -391,6 +396,7 @@ def lora_linear(
     spare: int = 0,
     trusted: bool = False,
     copied: bool = False,
+    value: bool = True,
 ) -> torch.Tensor:
     """The layer x W^T (+ bias) (+ residual) + scale * dropout(x) A^T B^T.
 
@@ -408,6 +414,8 @@ def lora_linear(
             whose values are needed, leave it 0.
         trusted: see `WideWeight.refresh`.
         copied: a `refresh` comes before this call and, where this call is captured in a CUDA graph, before its replays.
+        value: whether the result's values are needed; without, the kernels leave out the large product, and the result
+            is there to be differentiated alone.
 
     Returns:
         [T, out] in x's dtype, which is the weight's. On a GPU the gradients of A and B are not rounded before they are
@@ -428,7 +436,7 @@ def lora_linear(
             wide.refresh(a, b, trusted=trusted)
         if x.stride(1) != 1:
             x = x.contiguous()
-        layer = _Layer(wide, scale, bias, dropout, torch.is_grad_enabled(), spare)
+        layer = _Layer(wide, scale, bias, dropout, torch.is_grad_enabled(), spare, value)
         return _LoraLinear.apply(layer, x, residual, a, *b)
     y = functional.linear(x, wide.flat, bias)
     y = y if residual is None else y + residual

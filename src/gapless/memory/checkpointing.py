@@ -93,7 +93,7 @@ class _Checkpoint(torch.autograd.Function):
         inputs = [x.detach().requires_grad_(needs[0]), *parameters]
         wanted = [tensor for tensor, needed in zip(inputs, needs, strict=True) if needed]
         with torch.enable_grad(), _in_modes(layer, facts.modes), _without_hooks(parameters):
-            y = layer.compute(inputs[0], ctx.segments, ctx.rotary)
+            y = layer.compute(inputs[0], ctx.segments, ctx.rotary, value=False)
             found = iter(torch.autograd.grad(y, wanted, grads, allow_unused=True))
         return None, None, None, *(next(found) if needed else None for needed in needs)
 

@@ -63,13 +63,19 @@ class DecoderLayer(nn.Module):
         return self.compute(x, segments, rotary, cache)
 
     def compute(
-        self, x: torch.Tensor, segments: Segments, rotary: RotaryTable, cache: KeyValueCache | None = None
+        self,
+        x: torch.Tensor,
+        segments: Segments,
+        rotary: RotaryTable,
+        cache: KeyValueCache | None = None,
+        *,
+        value: bool = True,
     ) -> torch.Tensor:
-        """What the layer is: see `forward`."""
+        """What the layer is: see `forward`; `value` as in `Linear.forward`."""
         spare = self.attention.qkv.spare
         x = self.attention(self.attention_norm(x, spare), x, segments, rotary, cache, spare=spare)
         spare = self.mlp.gate_up.spare
-        return self.mlp(self.mlp_norm(x, spare), x, segments.dropout, spare=spare)
+        return self.mlp(self.mlp_norm(x, spare), x, segments.dropout, spare=spare, value=value)
 
 
 class Decoder(nn.Module):

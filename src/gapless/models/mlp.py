@@ -31,9 +31,15 @@ class MLP(nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, counters: DropoutCounters | None = None, *, spare: int = 0
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        counters: DropoutCounters | None = None,
+        *,
+        spare: int = 0,
+        value: bool = True,
     ) -> torch.Tensor:
-        """Apply to x [T, H] and add residual [T, H]: [T, H]; `spare` as in `Linear.forward`."""
+        """Apply to x [T, H] and add residual [T, H]: [T, H]; `spare` and `value` as in `Linear.forward`."""
         room = self.down.spare
         active = swiglu(self.gate_up(x, counters=counters, spare=spare), spare=room)
-        return self.down(active, residual, counters, spare=room)
+        return self.down(active, residual, counters, spare=room, value=value)

@@ -141,9 +141,14 @@ class Region:
         """[T, C] on every rank, from [T / size, C] with sequence parallelism. The gradients are added up."""
         return _GatherTokens.apply(x, self) if self.sequence_parallel else _Copy.apply(x, self)
 
-    def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' sum of [T, C], which may be overwritten; with sequence parallelism this rank's [T / size, C]."""
-        return _ScatterTokens.apply(x, self) if self.sequence_parallel else _Reduce.apply(x, self)
+    def leave(self, x: torch.Tensor, *, value: bool = True) -> torch.Tensor:
+        """The ranks' sum of [T, C], which may be overwritten; with sequence parallelism this rank's [T / size, C].
+
+        Without `value` what is returned is there to be differentiated alone.
+        """
+        if self.sequence_parallel:
+            return _ScatterTokens.apply(x, self, value)
+        return _Reduce.apply(x, self) if value else x
 
     def column(self, linear: Linear) -> ColumnParallelLinear:
         """This rank's piece of a layer, cut by output."""
@@ -193,6 +198,7 @@ class ColumnParallelLinear(_ParallelLinear):
         counters: DropoutCounters | None = None,
         *,
         spare: int = 0,
+        value: bool = True,
     ) -> torch.Tensor:
         """Apply the piece to all tokens: [T, in], or [T / size, in] with sequence parallelism -> [T, out / size].
 
@@ -201,9 +207,10 @@ class ColumnParallelLinear(_ParallelLinear):
             residual: none: what it would be added to is outside the region, the output inside.
             counters: of all tokens of the batch.
             spare: see `Linear.forward`.
+            value: likewise.
         """
         assert residual is None
-        return self.inner(self.region.enter(x), None, counters, spare=spare)
+        return self.inner(self.region.enter(x), None, counters, spare=spare, value=value)
 
     @property
     def spare(self) -> int:
@@ -221,6 +228,7 @@ class RowParallelLinear(_ParallelLinear):
         counters: DropoutCounters | None = None,
         *,
         spare: int = 0,
+        value: bool = True,
     ) -> torch.Tensor:
         """Add up the pieces' outputs: [T, in / size] -> [T, out], or [T / size, out] with sequence parallelism.
 
@@ -229,8 +237,9 @@ class RowParallelLinear(_ParallelLinear):
             residual: of the result's shape; added once, after the sum.
             counters: of all tokens of the batch.
             spare: see `Linear.forward`.
+            value: likewise; without it the ranks add up nothing.
         """
-        y = self.region.leave(self.inner(x, None, counters, spare=spare))
+        y = self.region.leave(self.inner(x, None, counters, spare=spare, value=value), value=value)
         return y if residual is None else y + residual
 
     @property
@@ -278,6 +287,7 @@ class VocabularyParallelHead(_ParallelLinear):
         counters: DropoutCounters | None = None,
         *,
         spare: int = 0,
+        value: bool = True,
     ) -> torch.Tensor:
         """The logits of the whole vocabulary on every rank: x [M, H] -> [M, V].
 
@@ -371,13 +381,13 @@ class _ScatterTokens(torch.autograd.Function):
     """A rank's tokens of the ranks' sum; the gradient of each summand is that of all tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, region: Region) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, region: Region, value: bool) -> torch.Tensor:
         ctx.region = region
-        return _scattered(x, region)
+        return _scattered(x, region) if value else x.new_empty(()).expand(len(x) // region.size, *x.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _gathered(grads[0], ctx.region), None
+        return _gathered(grads[0], ctx.region), None, None
 
 
 class _GatherVocabulary(torch.autograd.Function):
