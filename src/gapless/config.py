@@ -171,7 +171,7 @@ class MemoryConfig:
     """What is kept of a forward for its backward; the numbers are the same to the last bit."""
 
     checkpointing: Literal["none", "full"] = "none"
-    """full: a layer keeps its input alone and runs again in the backward, for a quarter to a third more time."""
+    """full: a layer keeps its input alone, and runs again in the backward; none: all that the backward needs."""
 
 
 @dataclass(kw_only=True, frozen=True)
