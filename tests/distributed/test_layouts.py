@@ -14,6 +14,7 @@ from pool import run
 from runs import write_inputs
 
 from gapless.config import MemoryConfig
+from gapless.models.decoder import DecoderLayer
 from gapless.models.weights import StoredWeights
 from tiny import write_tiny_model
 from tiny_tokenizer import VOCAB_SIZE
@@ -151,6 +152,25 @@ def test_weights_are_read_outside_of_collectives(inputs):
     assert first == second
 
 
+def train_counting(rank, world, configs):
+    """`train_all`, and how often layers ran."""
+    plain, runs, results = DecoderLayer.compute, [], []
+
+    def compute(self, *args, **settings):
+        runs.append(self)
+        return plain(self, *args, **settings)
+
+    DecoderLayer.compute = compute
+    try:
+        for config in configs:
+            results.append(train_layout(rank, world, config))
+            results[-1]["runs"] = len(runs)
+            runs.clear()
+    finally:
+        DecoderLayer.compute = plain
+    return results
+
+
 CHECKPOINTED = ("ddp 2", "zero-1 2", "zero-2 2", "zero-3 2", "tensor 2", "tensor 2, sequence", "1f1b 2")
 
 
@@ -161,7 +181,9 @@ def test_layers_that_run_again_give_the_same_bits(inputs, layout):
     data_ranks = world // settings.get("tp_size", 1) // settings.get("pp_size", 1)
     configs = [config_of(inputs, kind, tied, data_ranks, **settings) for kind, tied in FIRST]
     full = [dataclasses.replace(config, memory=MemoryConfig(checkpointing="full")) for config in configs]
-    for result in run(world, train_all, configs + full, timeout=120.0):
+    for result in run(world, train_counting, configs + full, timeout=120.0):
+        runs = [each["runs"] for each in result]
+        assert all(more > less for less, more in zip(runs[: len(configs)], runs[len(configs) :], strict=True))
         for expected, found in zip(result[: len(configs)], result[len(configs) :], strict=True):
             for name in ("losses", "norms", "eval"):
                 assert found[name] == expected[name], name

@@ -339,10 +339,12 @@ class StopAt(Callback):
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_a_run_that_goes_on_with_the_other_policy(tmp_path, kind):
+def test_a_run_that_goes_on_with_the_other_policy(tmp_path, runs, kind):
     inputs = write_inputs(tmp_path)
     gapless.train(make_config(inputs, tmp_path / "none", kind))
+    once = len(runs)
     config = make_config(inputs, tmp_path / "both", kind)
     gapless.Trainer(config, callbacks=[StopAt()]).train()
     gapless.train(replace(config, memory=MemoryConfig(checkpointing="full")))
+    assert len(runs) == 2 * once + 2 * 2 * (10 - 4)  # layers, micro-batches, steps
     assert_same_outcome(outcome(tmp_path / "both"), outcome(tmp_path / "none"))
