@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapless.adapters.lora import LoraLinear, adapter_views, apply_lora, unchanged
 from gapless.adapters.merge import merged_tensors
@@ -23,7 +22,6 @@ from gapless.config import AdapterConfig
 from gapless.kernels import lora, skinny
 from gapless.kernels.dropout import keep_mask
 from gapless.kernels.lora import InputDropout, WideWeight, lora_linear
-from gapless.kernels.runtime import empty_rows
 from gapless.models.decoder import Decoder
 from gapless.models.families import decoder_config
 from gapless.models.linear import DenseLinear, Part
@@ -300,40 +298,6 @@ def test_only_what_is_asked_for_is_computed(trained):
         y.backward(upstream)
     assert {name for name, spy in spies.items() if spy.called} == products[trained]
     assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [trained]
-
-
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("wide_rows", [False, True])
-def test_gradients_without_values(wide_rows, added):
-    """The bits of those of a forward that has made its values, without its large product."""
-    x, weight, residual, _, a, b, upstream = case(9, 40, GATE_UP, 5, torch.bfloat16)
-    a, b = a.requires_grad_(), [part.requires_grad_() for part in b]
-    found = []
-    for value in (True, False):
-        rows = empty_rows(x, 40, 24 if wide_rows else 0).copy_(x).requires_grad_()
-        rest = [residual.clone().requires_grad_()] if added else []
-        with kernels(), Calls() as calls:
-            wide = WideWeight(weight, 10, GATE_UP[1])
-            out = lora_linear(
-                rows, wide, a, b, 0.5, residual=rest[0] if rest else None, spare=24 if wide_rows else 0, value=value
-            )
-            assert wide.spare == 24
-        assert out.shape == upstream.shape
-        assert calls.products == value
-        with kernels():
-            found.append(torch.autograd.grad(out, [rows, a, *b, *rest], upstream))
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
-class Calls(TorchDispatchMode):
-    """Matrix products of torch."""
-
-    products = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
-        return func(*args, **(kwargs or {}))
 
 
 def test_no_tokens():
