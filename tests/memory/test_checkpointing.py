@@ -241,6 +241,20 @@ def test_a_layer_keeps_its_input_alone(kind):
     assert most > 8 * least
 
 
+def test_what_is_made_again_is_not_kept():
+    """With kernels and adapters: outputs of norms and activation, and queries and keys as projected."""
+    with kernels():
+        model, _ = models("lora", dtype="bf16", **SMALL | {"num_hidden_layers": 1}, attention_bias=None)
+        layout = model.batch_layout(rows=1, row_tokens=16, row_documents=2)
+        batch = next(batch for step in varied_steps(layout, 2) for batch in step.micro_batches if batch.num_trained)
+        model(batch.tokens, batch.segments)  # weights find their room
+        found, _ = kept(model, batch)
+    stream = 3 * 2 * 32 + 2 * 4  # of three norms; the first, which needs no gradient, keeps no scales
+    attention = 2 * (32 + 2 * 16) + 2 * (32 + 32) + 2 * 4  # q, k, v; the output with room for x A^T; log-sum-exp
+    gate_up, inner, tables = 2 * 2 * 32, 2 * 4 * (3 + 1 + 2 + 1), 2 * 4 * 8
+    assert found == 16 * (stream + attention + gate_up + inner + tables)
+
+
 def test_what_a_layer_makes_is_freed(monkeypatch):
     """Before the next one runs, in the forward and in the backward; without the help of the garbage collector."""
     (full,) = models("full")[1:]

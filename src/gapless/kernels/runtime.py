@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -207,6 +207,14 @@ def empty_rows(x: torch.Tensor, columns: int, spare: int = 0) -> torch.Tensor:
     `lora_linear` puts x A^T there, so that base and update are one GEMM over the longer rows.
     """
     return x.new_empty(x.shape[0], columns + spare)[:, :columns]
+
+
+class Recipe(NamedTuple):
+    """How a tensor is made again in a backward, bit for bit, from tensors that are kept in any case."""
+
+    make: Callable[..., torch.Tensor]
+    """Of `kept`, without autograd; it runs on the path that the forward has taken."""
+    kept: tuple[torch.Tensor, ...]
 
 
 def spare_columns(x: torch.Tensor) -> int:

@@ -73,9 +73,10 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """What the layer is: see `forward`; `value` as in `Linear.forward`."""
         spare = self.attention.qkv.spare
-        x = self.attention(self.attention_norm(x, spare), x, segments, rotary, cache, spare=spare)
-        spare = self.mlp.gate_up.spare
-        return self.mlp(self.mlp_norm(x, spare), x, segments.dropout, spare=spare, value=value)
+        norm = self.attention_norm
+        x = self.attention(norm(x, spare), x, segments, rotary, cache, spare=spare, recipe=norm.recipe(x))
+        spare, norm = self.mlp.gate_up.spare, self.mlp_norm
+        return self.mlp(norm(x, spare), x, segments.dropout, spare=spare, value=value, recipe=norm.recipe(x))
 
 
 class Decoder(nn.Module):

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from gapless.batch import DropoutCounters
+from gapless.kernels.runtime import Recipe
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,14 @@ class Linear(nn.Module):
         *,
         spare: int = 0,
         value: bool = True,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """Compute x W^T + bias (+ residual): x [T, in], residual [T, out] -> [T, out], features in storage order.
 
         An adapter that drops out reads `counters`, those of the batch's tokens. The `spare` columns behind x's rows are
         scratch memory that may be overwritten: whoever made x has left them there. Without `value` the result is there
-        to be differentiated alone: a layer may leave out what only its values need.
+        to be differentiated alone: a layer may leave out what only its values need. With a `recipe` of x a layer may
+        make x again in the backward rather than keep it.
         """
         raise NotImplementedError
 
@@ -160,6 +163,7 @@ class DenseLinear(Linear):
         *,
         spare: int = 0,
         value: bool = True,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """See `Linear.forward`."""
         weight = self.dequantize()

@@ -27,6 +27,7 @@ from torch import distributed, nn
 from gapless.adapters.lora import LoraLinear
 from gapless.batch import DropoutCounters
 from gapless.kernels.cross_entropy import VocabularyShard
+from gapless.kernels.runtime import Recipe
 from gapless.models.config import DecoderConfig
 from gapless.models.decoder import Decoder, DecoderLayer, Embedding
 from gapless.models.linear import Cut, DenseLinear, Linear, plain_linear
@@ -199,6 +200,7 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         spare: int = 0,
         value: bool = True,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """Apply the piece to all tokens: [T, in], or [T / size, in] with sequence parallelism -> [T, out / size].
 
@@ -208,9 +210,11 @@ class ColumnParallelLinear(_ParallelLinear):
             counters: of all tokens of the batch.
             spare: see `Linear.forward`.
             value: likewise.
+            recipe: of x; what the ranks gather has none.
         """
         assert residual is None
-        return self.inner(self.region.enter(x), None, counters, spare=spare, value=value)
+        recipe = None if self.region.sequence_parallel else recipe
+        return self.inner(self.region.enter(x), None, counters, spare=spare, value=value, recipe=recipe)
 
     @property
     def spare(self) -> int:
@@ -229,6 +233,7 @@ class RowParallelLinear(_ParallelLinear):
         *,
         spare: int = 0,
         value: bool = True,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """Add up the pieces' outputs: [T, in / size] -> [T, out], or [T / size, out] with sequence parallelism.
 
@@ -238,8 +243,10 @@ class RowParallelLinear(_ParallelLinear):
             counters: of all tokens of the batch.
             spare: see `Linear.forward`.
             value: likewise; without it the ranks add up nothing.
+            recipe: see `Linear.forward`.
         """
-        y = self.region.leave(self.inner(x, None, counters, spare=spare, value=value), value=value)
+        y = self.inner(x, None, counters, spare=spare, value=value, recipe=recipe)
+        y = self.region.leave(y, value=value)
         return y if residual is None else y + residual
 
     @property
@@ -288,6 +295,7 @@ class VocabularyParallelHead(_ParallelLinear):
         *,
         spare: int = 0,
         value: bool = True,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """The logits of the whole vocabulary on every rank: x [M, H] -> [M, V].
 
