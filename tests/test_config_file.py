@@ -113,6 +113,20 @@ def test_optimizers_have_the_names_of_other_tools(tmp_path, capsys, line, expect
     assert "is read as" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("gradient_checkpointing = true", "full"),
+        ("gradient_checkpointing = false", "none"),
+        ('activation_checkpointing = "full"', "full"),
+        ('checkpointing = "full"', "full"),
+    ],
+)
+def test_checkpointing_by_the_names_of_other_tools(tmp_path, line, expected):
+    config = load_config(write(tmp_path, MINIMAL.replace("[model]", f"{line}\n[model]")))
+    assert config.memory.checkpointing == expected
+
+
 def test_yaml_scalars_are_what_they_look_like(tmp_path):
     text = """
     model: {path: no}
@@ -157,7 +171,7 @@ def test_all_problems_at_once(tmp_path):
         'data.max_length: must be an integer, not the string "512"',
         "optim.r: unknown key; perhaps you meant adapter.r",
         "loging: unknown section; perhaps you meant logging; there are model, data, training, adapter, optim, "
-        "parallel, logging",
+        "parallel, memory, logging",
         "training.output_dir: is missing; name the run folder",
         "optim.warmup_ratio: must be at least 0 and at most 1, not 2.0",
     ]

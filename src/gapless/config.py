@@ -167,6 +167,14 @@ class ParallelConfig:
 
 
 @dataclass(kw_only=True, frozen=True)
+class MemoryConfig:
+    """What is kept of a forward for its backward; the numbers are the same to the last bit."""
+
+    checkpointing: Literal["none", "full"] = "none"
+    """full: a layer keeps its input alone, and runs again in the backward; none: all that the backward needs."""
+
+
+@dataclass(kw_only=True, frozen=True)
 class LoggingConfig:
     """What is shown and written while training."""
 
@@ -190,4 +198,5 @@ class RunConfig:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

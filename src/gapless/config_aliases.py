@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 ALIASES: dict[str, str] = {
     "model_name_or_path": "model.path",
     "base_model": "model.path",
@@ -37,6 +40,8 @@ ALIASES: dict[str, str] = {
     "data_parallel_shard_degree": "parallel.dp_shard_size",
     "data_parallel_replicate_degree": "parallel.dp_replicate_size",
     "eval_batch_size": "training.per_device_eval_batch_size",
+    "gradient_checkpointing": "memory.checkpointing",
+    "activation_checkpointing": "memory.checkpointing",
 }
 """Name there: `section.key` here."""
 
@@ -48,3 +53,19 @@ VALUES: dict[str, dict[str, str]] = {
     },
 }
 """Values there: values here, by `section.key`."""
+
+TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def _either(yes: str, no: str) -> Callable[[Any], Any]:
+    """What a truth value there is here; anything else stays as it is."""
+    return lambda value: (no, yes)[TRUTH[str(value).lower()]] if str(value).lower() in TRUTH else value
+
+
+ALIAS_VALUES: dict[str, Callable[[Any], Any]] = {
+    "bf16": _either("bf16", "fp32"),
+    "torch_dtype": lambda value: {"bfloat16": "bf16", "float32": "fp32"}.get(str(value), value),
+    "gradient_checkpointing": _either("full", "none"),
+    "activation_checkpointing": _either("full", "none"),
+}
+"""From a value there to the value here, by name there."""

@@ -16,14 +16,14 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from gapless.arguments import parse_options
 from gapless.config import RunConfig
-from gapless.config_aliases import ALIASES, VALUES
+from gapless.config_aliases import ALIAS_VALUES, ALIASES, TRUTH, VALUES
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 HINTS: dict[str, Any] = {
@@ -42,16 +42,10 @@ DEFAULTS: dict[str, Any] = {
 """Default of every key; `dataclasses.MISSING` where a value is required."""
 HOMES: dict[str, str] = {home.partition(".")[2]: home for home in HINTS}
 """`section.key` by key: each key has one home."""
-_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _EPOCHS = "training.num_train_epochs"
 PATHS = ("model.path", "data.train", "data.eval", "data.chat_template", "data.cache_dir", "training.output_dir")
 
 _SECTION_AS_KEY = {"model": "model.path", "data": "data.train", "adapter": "adapter.type", "optim": "optim.optim"}
-_DTYPES = {True: "bf16", False: "fp32"}
-_ALIAS_VALUES: dict[str, Callable[[Any], Any]] = {
-    "bf16": lambda value: _DTYPES[_TRUTH[str(value).lower()]] if str(value).lower() in _TRUTH else value,
-    "torch_dtype": lambda value: {"bfloat16": "bf16", "float32": "fp32"}.get(str(value), value),
-}
 
 
 @dataclass(frozen=True)
@@ -295,7 +289,7 @@ class _Reading:
         else:
             if key in ALIASES:
                 self.note(spelled, home)
-                value = _ALIAS_VALUES.get(key, lambda same: same)(value)
+                value = ALIAS_VALUES.get(key, lambda same: same)(value)
             self.value(spelled, home, value)
 
     def value(self, spelled: str, home: str, value: Any) -> None:
@@ -340,8 +334,8 @@ def _convert(value: Any, hint: Any, *, words: bool) -> Any:
         return _convert_list(value, arguments[0], words=words)
     if kind is Literal and isinstance(value, str | bool) and value in arguments:
         return value
-    if (kind is bool or True in arguments) and words and isinstance(value, str) and value.lower() in _TRUTH:
-        return _TRUTH[value.lower()]
+    if (kind is bool or True in arguments) and words and isinstance(value, str) and value.lower() in TRUTH:
+        return TRUTH[value.lower()]
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float and number and (isinstance(value, float) or abs(value) <= sys.float_info.max):
         return float(value)  # whether it is finite and in its range is checked with all others
@@ -560,10 +554,10 @@ def _option_of_value(home: str, value: str) -> list[str] | None:
     hint = HINTS.get(home)
     arguments = typing.get_args(hint)
     section, _, key = home.partition(".")
-    if hint is bool and value.lower() in _TRUTH:
-        return [f"--{section}.{'' if _TRUTH[value.lower()] else 'no_'}{key}"]
-    if True in arguments and value.lower() in _TRUTH:  # a choice beside others
-        return [f"--{home}", str(_TRUTH[value.lower()])]
+    if hint is bool and value.lower() in TRUTH:
+        return [f"--{section}.{'' if TRUTH[value.lower()] else 'no_'}{key}"]
+    if True in arguments and value.lower() in TRUTH:  # a choice beside others
+        return [f"--{home}", str(TRUTH[value.lower()])]
     if value in VALUES.get(home, {}):
         print(f'note: --{home} "{value}" is read as "{VALUES[home][value]}"', file=sys.stderr)
         return [f"--{home}", VALUES[home][value]]

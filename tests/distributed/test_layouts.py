@@ -4,13 +4,17 @@ Each layout trains with all weights and with adapters, tied and untied embedding
 bites and uneven masks; the second of the three steps ends an epoch whose rows do not fill it.
 """
 
+import dataclasses
 import time
 
 import pytest
+import torch
 from layouts import assert_same_numbers, layout_config, train_alone, train_layout
 from pool import run
 from runs import write_inputs
 
+from gapless.config import MemoryConfig
+from gapless.models.decoder import DecoderLayer
 from gapless.models.weights import StoredWeights
 from tiny import write_tiny_model
 from tiny_tokenizer import VOCAB_SIZE
@@ -146,3 +150,44 @@ def test_weights_are_read_outside_of_collectives(inputs):
     configs = [config_of(inputs, "lora", True, 2 if not layout else 1, **layout) for layout in layouts]
     first, second = run(2, read_slowly, configs, collective=0.5)
     assert first == second
+
+
+def train_counting(rank, world, configs):
+    """`train_all`, and how often layers ran."""
+    plain, runs, results = DecoderLayer.compute, [], []
+
+    def compute(self, *args, **settings):
+        runs.append(self)
+        return plain(self, *args, **settings)
+
+    DecoderLayer.compute = compute
+    try:
+        for config in configs:
+            results.append(train_layout(rank, world, config))
+            results[-1]["runs"] = len(runs)
+            runs.clear()
+    finally:
+        DecoderLayer.compute = plain
+    return results
+
+
+CHECKPOINTED = ("ddp 2", "zero-1 2", "zero-2 2", "zero-3 2", "tensor 2", "tensor 2, sequence", "1f1b 2")
+
+
+@pytest.mark.parametrize("layout", CHECKPOINTED)
+def test_layers_that_run_again_give_the_same_bits(inputs, layout):
+    """Collectives, gathered weights and the halves of a backward are those of layers that keep everything."""
+    world, settings = LAYOUTS[layout]
+    data_ranks = world // settings.get("tp_size", 1) // settings.get("pp_size", 1)
+    configs = [config_of(inputs, kind, tied, data_ranks, **settings) for kind, tied in FIRST]
+    full = [dataclasses.replace(config, memory=MemoryConfig(checkpointing="full")) for config in configs]
+    for result in run(world, train_counting, configs + full, timeout=120.0):
+        runs = [each["runs"] for each in result]
+        assert all(more > less for less, more in zip(runs[: len(configs)], runs[len(configs) :], strict=True))
+        for expected, found in zip(result[: len(configs)], result[len(configs) :], strict=True):
+            for name in ("losses", "norms", "eval"):
+                assert found[name] == expected[name], name
+            for name in ("gradients", "weights"):
+                for (*place, value), (*other, tensor) in zip(found[name], expected[name], strict=True):
+                    assert place == other
+                    assert torch.equal(value, tensor), (name, place)

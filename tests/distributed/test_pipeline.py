@@ -347,6 +347,12 @@ def test_zero_bubble_needs_its_weights():
     check_pipeline(8, 2, "interleaved", 4, frees_weights=True)
 
 
+def test_zero_bubble_does_not_run_layers_thrice():
+    with pytest.raises(ValueError, match="the layer would run again in both; use interleaved"):
+        check_pipeline(8, 2, "zero_bubble", 4, runs_again=True)
+    check_pipeline(8, 2, "interleaved", 4, runs_again=True)
+
+
 # ---- cutting ----
 
 

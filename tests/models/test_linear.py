@@ -85,3 +85,22 @@ def test_shards_are_copies_and_keep_requires_grad():
 def test_indivisible_shards_are_refused(name, dim, message):
     with pytest.raises(ValueError, match=f"{message} do not divide by 3"):
         layers()[name].shard(dim, 0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_gradients_without_values(added, bias, dtype):
+    """The bits of those of a forward that has made its values."""
+    torch.manual_seed(0)
+    layer = plain_linear("down_proj", 24, 16, bias=bias, dtype=dtype)
+    x, residual, grad = (torch.randn(10, size, dtype=dtype) for size in (24, 16, 16))
+    found = []
+    for value in (True, False):
+        inputs = [x.clone().requires_grad_(), residual.clone().requires_grad_() if added else None]
+        out = layer(*inputs, value=value)
+        assert out.shape == (10, 16)
+        wanted = [tensor for tensor in (*inputs, *layer.parameters()) if tensor is not None]
+        found.append(torch.autograd.grad(out, wanted, grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -26,7 +26,7 @@ from gapless.batch import DropoutCounters
 from gapless.config import AdapterConfig
 from gapless.kernels.dropout import dropout
 from gapless.kernels.lora import InputDropout, WideWeight, lora_linear, lora_update, part_blocks, place_parts
-from gapless.kernels.runtime import runs_kernels
+from gapless.kernels.runtime import Recipe, runs_kernels
 from gapless.models.decoder import Decoder, Embedding
 from gapless.models.families import names
 from gapless.models.linear import Cut, DenseLinear, Linear, Part
@@ -92,6 +92,8 @@ class LoraLinear(Linear):
         counters: DropoutCounters | None = None,
         *,
         spare: int = 0,
+        value: bool = True,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """Give base(x, residual) + scale * B A dropout(x).
 
@@ -100,6 +102,8 @@ class LoraLinear(Linear):
             residual: [T, out], added to the result.
             counters: of the batch's tokens; needed when training with dropout.
             spare: see `Linear.forward`.
+            value: likewise; for kernels, as is `recipe`.
+            recipe: see `value`.
         """
         drop = None
         if self.training and self.dropout:
@@ -122,6 +126,8 @@ class LoraLinear(Linear):
                 spare=spare,
                 trusted=self.trusted,
                 copied=self.copied,
+                value=value,
+                recipe=recipe,
             )
         y = self.base(x, residual)
         if drop is not None:

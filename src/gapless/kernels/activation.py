@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional
 
-from gapless.kernels.runtime import cdiv, empty_rows, jit, launch, next_power_of_2, tl, use_triton
+from gapless.kernels.runtime import Recipe, cdiv, empty_rows, jit, launch, next_power_of_2, tl, use_triton
 
 _Kind = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -260,3 +260,9 @@ def geglu(gate_up: torch.Tensor, *, approximate: Literal["none", "tanh"], spare:
     if approximate not in ("none", "tanh"):
         raise ValueError(f'approximate is {approximate!r}, not "none" or "tanh"')
     return _gated(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu", spare)
+
+
+def swiglu_recipe(gate_up: torch.Tensor) -> Recipe:
+    """How `swiglu` of gate_up makes its result again."""
+    forward = _fast_forward if use_triton(gate_up) else _reference_forward
+    return Recipe(lambda kept: forward(kept, "silu", 0), (gate_up,))

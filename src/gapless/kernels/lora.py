@@ -22,7 +22,7 @@ from torch.nn import functional
 from gapless.batch import DropoutCounters
 from gapless.kernels.dropout import check_dropout, is_identity
 from gapless.kernels.dropout import dropout as drop_out
-from gapless.kernels.runtime import cdiv, is_captured, spare_columns, use_triton
+from gapless.kernels.runtime import Recipe, cdiv, is_captured, spare_columns, use_triton
 from gapless.kernels.skinny import InputDropout, outer, project, spread
 
 # ---- parts of a fused output ----
@@ -269,6 +269,10 @@ class _Layer(NamedTuple):
     """Whether there may be a backward."""
     spare: int
     """Columns behind x's rows that may be overwritten."""
+    value: bool
+    """Whether the result's values are needed."""
+    recipe: Recipe | None
+    """Of x."""
 
     @property
     def whole_scale(self) -> float:
@@ -290,10 +294,13 @@ class _LoraLinear(torch.autograd.Function):
         row = wide.rows.shape[1]
         fits = layer.spare == spare_columns(x) == wide.spare
         trained_b = layer.recorded and any(ctx.needs_input_grad[4:])
-        inner = project(
-            x, wide.a, layer.whole_scale, layer.drop, spare=wide.spare if fits else 0, copy=trained_b or not fits
-        )
-        if fits:
+        inner = None
+        if layer.value or trained_b:
+            spare = wide.spare if fits and layer.value else 0
+            inner = project(x, wide.a, layer.whole_scale, layer.drop, spare=spare, copy=trained_b or not fits)
+        if not layer.value:
+            y = x.new_empty(()).expand(len(x), wide.out)
+        elif fits:
             rows = x.as_strided((len(x), row), x.stride())
             if residual is None:
                 y = functional.linear(rows, wide.rows, bias)
@@ -306,9 +313,12 @@ class _LoraLinear(torch.autograd.Function):
         drop = (
             () if layer.drop is None else (layer.drop.counters.key, layer.drop.counters.row, layer.drop.counters.column)
         )
-        kept_x = x if ctx.needs_input_grad[3] else None
-        ctx.save_for_backward(kept_x, inner if trained_b else None, *drop)
-        ctx.layer, ctx.changes = layer, wide.changes
+        source = (x,) if layer.recipe is None else layer.recipe.kept
+        kept = (inner if trained_b else None, *(source if ctx.needs_input_grad[3] else ()))
+        ctx.save_for_backward(*drop, *kept)
+        # Not the recipe's tensors: those that are saved are watched, and freed.
+        recipe = None if layer.recipe is None else layer.recipe._replace(kept=())
+        ctx.layer, ctx.changes = layer._replace(recipe=recipe), wide.changes
         return y
 
     @staticmethod
@@ -318,8 +328,11 @@ class _LoraLinear(torch.autograd.Function):
         wide = layer.wide
         if wide.changes != ctx.changes:
             raise RuntimeError("an adapter was changed, and used, between a forward and its backward")
-        x, inner, *counters = ctx.saved_tensors
-        drop = layer.drop and layer.drop._replace(counters=DropoutCounters(*counters))
+        saved = list(ctx.saved_tensors)
+        drop = None
+        if layer.drop is not None:
+            drop, saved = layer.drop._replace(counters=DropoutCounters(*saved[:3])), saved[3:]
+        inner, *source = saved
         _, needs_x, needs_residual, needs_a, *needs_b = ctx.needs_input_grad
         grad_residual = grad if needs_residual else None
         if grad.stride(1) != 1:
@@ -333,6 +346,7 @@ class _LoraLinear(torch.autograd.Function):
                 grad_x = spread(grad_inner, wide.a, drop)
                 grad_x.addmm_(grad, wide.flat)
             if needs_a:
+                x = source[0] if layer.recipe is None else layer.recipe.make(*source)
                 grad_a = outer(grad_inner, x, drop, rank_first=True)
         grad_b: list[torch.Tensor | None] = [None] * len(needs_b)
         if any(needs_b):
@@ -391,6 +405,8 @@ def lora_linear(
     spare: int = 0,
     trusted: bool = False,
     copied: bool = False,
+    value: bool = True,
+    recipe: Recipe | None = None,
 ) -> torch.Tensor:
     """The layer x W^T (+ bias) (+ residual) + scale * dropout(x) A^T B^T.
 
@@ -408,6 +424,9 @@ def lora_linear(
             whose values are needed, leave it 0.
         trusted: see `WideWeight.refresh`.
         copied: a `refresh` comes before this call and, where this call is captured in a CUDA graph, before its replays.
+        value: whether the result's values are needed; without, the kernels leave out the large product, and the result
+            is there to be differentiated alone.
+        recipe: of x, which is then made again for the gradient of A, rather than kept.
 
     Returns:
         [T, out] in x's dtype, which is the weight's. On a GPU the gradients of A and B are not rounded before they are
@@ -428,7 +447,7 @@ def lora_linear(
             wide.refresh(a, b, trusted=trusted)
         if x.stride(1) != 1:
             x = x.contiguous()
-        layer = _Layer(wide, scale, bias, dropout, torch.is_grad_enabled(), spare)
+        layer = _Layer(wide, scale, bias, dropout, torch.is_grad_enabled(), spare, value, recipe)
         return _LoraLinear.apply(layer, x, residual, a, *b)
     y = functional.linear(x, wide.flat, bias)
     y = y if residual is None else y + residual

@@ -9,6 +9,7 @@ import torch
 from gapless.kernels.reduce import add_partials
 from gapless.kernels.runtime import (
     SHARED_MEMORY,
+    Recipe,
     cdiv,
     empty_rows,
     family,
@@ -377,3 +378,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, spare: int = 
     if fast and features > WIDEST:
         raise ValueError(f"rows have {features} features: on a GPU the norm takes up to {WIDEST}")
     return _RMSNorm.apply(x, weight, eps, spare, fast)
+
+
+def rms_norm_recipe(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Recipe:
+    """How `rms_norm` of x makes its result again."""
+    forward = _fast_forward if use_triton(x) else _reference_forward
+    return Recipe(lambda x, weight: forward(x, weight, eps, 0)[0], (x, weight))

@@ -251,6 +251,14 @@ def empty_rows(x: torch.Tensor, columns: int, spare: int = 0) -> torch.Tensor:
     return x.new_empty(x.shape[0], columns + spare)[:, :columns]
 
 
+class Recipe(NamedTuple):
+    """How a tensor is made again in a backward, bit for bit, from tensors that are kept in any case."""
+
+    make: Callable[..., torch.Tensor]
+    """Of `kept`, without autograd; it runs on the path that the forward has taken."""
+    kept: tuple[torch.Tensor, ...]
+
+
 def spare_columns(x: torch.Tensor) -> int:
     """Columns of scratch memory behind each row of [T, C], as `empty_rows` made them; 0 where there are none."""
     if x.ndim != 2 or x.stride(1) != 1 or x.shape[0] == 0:

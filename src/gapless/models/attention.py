@@ -10,6 +10,7 @@ from torch import nn
 from gapless.batch import Segments
 from gapless.kernels.attention import attention
 from gapless.kernels.rope import RotaryTable, rotate_qkv
+from gapless.kernels.runtime import Recipe
 from gapless.models.config import DecoderConfig
 from gapless.models.linear import DenseLinear, Linear, Part, plain_linear
 from gapless.models.norm import RMSNorm
@@ -65,13 +66,16 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
         *,
         spare: int = 0,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
-        """Attend: x [T, H], residual [T, H] -> [T, H]; `spare` as in `Linear.forward`."""
-        fused = self.qkv(x, counters=segments.dropout, spare=spare).unflatten(1, self.qkv.leading)
+        """Attend: x [T, H], residual [T, H] -> [T, H]; `spare` and `recipe` as in `Linear.forward`."""
+        fused = self.qkv(x, counters=segments.dropout, spare=spare, recipe=recipe).unflatten(1, self.qkv.leading)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = rotate_qkv(fused, rotary, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         else:
             q, k, v = rotate_qkv(fused, rotary)
+            if torch.is_grad_enabled():
+                v = v.clone()  # attention keeps it: of the fused tensor queries and keys would be kept twice
         key_segments = segments
         if cache is not None:
             k, v = cache.append(self.layer, k, v)

@@ -42,6 +42,9 @@ class Embedding(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on a normalised copy and added to the stream in its last GEMM."""
 
+    recorded: Callable[[DecoderLayer, torch.Tensor, Segments, RotaryTable], torch.Tensor] | None = None
+    """What stands in for `compute` where a backward may follow; see `gapless.memory.checkpointing`."""
+
     def __init__(
         self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str | None
     ) -> None:
@@ -55,10 +58,25 @@ class DecoderLayer(nn.Module):
         self, x: torch.Tensor, segments: Segments, rotary: RotaryTable, cache: KeyValueCache | None = None
     ) -> torch.Tensor:
         """Apply to the stream: x [T, H] -> [T, H]."""
+        if self.recorded is not None and cache is None and torch.is_grad_enabled():
+            return self.recorded(self, x, segments, rotary)
+        return self.compute(x, segments, rotary, cache)
+
+    def compute(
+        self,
+        x: torch.Tensor,
+        segments: Segments,
+        rotary: RotaryTable,
+        cache: KeyValueCache | None = None,
+        *,
+        value: bool = True,
+    ) -> torch.Tensor:
+        """What the layer is: see `forward`; `value` as in `Linear.forward`."""
         spare = self.attention.qkv.spare
-        x = self.attention(self.attention_norm(x, spare), x, segments, rotary, cache, spare=spare)
-        spare = self.mlp.gate_up.spare
-        return self.mlp(self.mlp_norm(x, spare), x, segments.dropout, spare=spare)
+        norm = self.attention_norm
+        x = self.attention(norm(x, spare), x, segments, rotary, cache, spare=spare, recipe=norm.recipe(x))
+        spare, norm = self.mlp.gate_up.spare, self.mlp_norm
+        return self.mlp(norm(x, spare), x, segments.dropout, spare=spare, value=value, recipe=norm.recipe(x))
 
 
 class Decoder(nn.Module):

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from gapless.batch import DropoutCounters
+from gapless.kernels.runtime import Recipe
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,15 @@ class Linear(nn.Module):
         counters: DropoutCounters | None = None,
         *,
         spare: int = 0,
+        value: bool = True,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """Compute x W^T + bias (+ residual): x [T, in], residual [T, out] -> [T, out], features in storage order.
 
         An adapter that drops out reads `counters`, those of the batch's tokens. The `spare` columns behind x's rows are
-        scratch memory that may be overwritten: whoever made x has left them there.
+        scratch memory that may be overwritten: whoever made x has left them there. Without `value` the result is there
+        to be differentiated alone: a layer may leave out what only its values need. With a `recipe` of x a layer may
+        make x again in the backward rather than keep it.
         """
         raise NotImplementedError
 
@@ -107,6 +114,28 @@ class Linear(nn.Module):
         return self
 
 
+class _Differentiable(torch.autograd.Function):
+    """Residual + x W^T without its values: the gradients are those of `torch.addmm`, by the same products."""
+
+    @staticmethod
+    def forward(ctx: Any, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        _, needs_x, needs_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        return residual.new_empty(()).expand_as(residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        needs_residual, needs_x, needs_weight = ctx.needs_input_grad
+        return (
+            grad if needs_residual else None,
+            grad @ weight if needs_x else None,
+            grad.t() @ x if needs_weight else None,
+        )
+
+
 class DenseLinear(Linear):
     """A weight in a floating dtype, [*leading, in], and an optional bias [*leading]."""
 
@@ -133,14 +162,20 @@ class DenseLinear(Linear):
         counters: DropoutCounters | None = None,
         *,
         spare: int = 0,
+        value: bool = True,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """See `Linear.forward`."""
         weight = self.dequantize()
         bias = None if self.bias is None else self.bias.flatten()
-        if residual is None:
+        if residual is None and value:
             return functional.linear(x, weight, bias)
+        if residual is None:
+            residual = x.new_zeros(()).expand(len(x), len(weight))
         if bias is not None:
             residual = residual + bias
+        if not value:
+            return _Differentiable.apply(residual, x, weight)
         return torch.addmm(residual, x, weight.t())
 
     def dequantize(self) -> torch.Tensor:

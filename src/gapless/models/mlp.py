@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from gapless.batch import DropoutCounters
-from gapless.kernels.activation import swiglu
+from gapless.kernels.activation import swiglu, swiglu_recipe
+from gapless.kernels.runtime import Recipe
 from gapless.models.config import DecoderConfig
 from gapless.models.linear import DenseLinear, Linear, Part, plain_linear
 
@@ -31,9 +32,17 @@ class MLP(nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, counters: DropoutCounters | None = None, *, spare: int = 0
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        counters: DropoutCounters | None = None,
+        *,
+        spare: int = 0,
+        value: bool = True,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
-        """Apply to x [T, H] and add residual [T, H]: [T, H]; `spare` as in `Linear.forward`."""
+        """Apply to x [T, H] and add residual [T, H]: [T, H]; the rest as in `Linear.forward`."""
         room = self.down.spare
-        active = swiglu(self.gate_up(x, counters=counters, spare=spare), spare=room)
-        return self.down(active, residual, counters, spare=room)
+        gate_up = self.gate_up(x, counters=counters, spare=spare, recipe=recipe)
+        active = swiglu(gate_up, spare=room)
+        return self.down(active, residual, counters, spare=room, value=value, recipe=swiglu_recipe(gate_up))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gapless.kernels.rms_norm import rms_norm
+from gapless.kernels.rms_norm import rms_norm, rms_norm_recipe
+from gapless.kernels.runtime import Recipe
 
 
 class RMSNorm(nn.Module):
@@ -21,3 +22,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor, spare: int = 0) -> torch.Tensor:
         """Normalise x [..., C]; `spare` as in `rms_norm`."""
         return rms_norm(x, self.weight, self.eps, spare=spare)
+
+    def recipe(self, x: torch.Tensor) -> Recipe:
+        """How the result for x is made again."""
+        return rms_norm_recipe(x, self.weight, self.eps)

@@ -2,6 +2,7 @@
 
     pipeline    the model is cut into stages of whole layers; a rank keeps its own
     tensor      every layer of a stage is cut into the pieces of the tensor ranks
+    memory      layers keep for the backward what the run says
     FSDP        layer by layer, weights are read and sharded over the data-parallel ranks
 
 The first two cut a model that has no memory yet, so a rank only ever reads and holds its part. Gradients are added up
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from gapless.config import RunConfig
+from gapless.memory.checkpointing import apply_checkpointing
 from gapless.models import weights
 from gapless.models.config import DecoderConfig
 from gapless.models.decoder import Decoder
@@ -53,6 +55,7 @@ def check_layout(config: RunConfig, decoder: DecoderConfig, sizes: Mapping[str, 
         parallel.pp_schedule,
         training.gradient_accumulation_steps,
         frees_weights=sizes["shard"] > 1 and parallel.zero_stage == 3,
+        runs_again=config.memory.checkpointing != "none",
     )
 
 
@@ -81,6 +84,7 @@ def apply(
     for stage in stages:
         if mesh.size("tensor") > 1:
             apply_tensor(stage, mesh, sequence_parallel=sequence_parallel)
+        apply_checkpointing(stage, config.memory.checkpointing)
         _place(stage, config, mesh, fill, device, meet)
     pipeline = None
     if pipelined:

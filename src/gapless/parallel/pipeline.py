@@ -60,7 +60,13 @@ def stage_layers(layers: int, stages: int) -> list[range]:
 
 
 def check_pipeline(
-    layers: int, pp_size: int, schedule: str, micro_batches: int, *, frees_weights: bool = False
+    layers: int,
+    pp_size: int,
+    schedule: str,
+    micro_batches: int,
+    *,
+    frees_weights: bool = False,
+    runs_again: bool = False,
 ) -> None:
     """Refuse a model or a number of micro-batches that a schedule cannot use.
 
@@ -70,6 +76,7 @@ def check_pipeline(
         schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
         micro_batches: of an optimizer step (`gradient_accumulation_steps`).
         frees_weights: whether the stages are sharded and freed after every forward (`zero_stage` 3).
+        runs_again: whether layers run again in the backward (`memory.checkpointing`).
 
     Raises:
         ValueError: what does not fit, the numbers and what to change.
@@ -87,6 +94,11 @@ def check_pipeline(
         raise ValueError(
             "pp_schedule zero_bubble returns to a layer's weights after its backward, and zero_stage 3 has freed them "
             "by then; set zero_stage = 2, or use interleaved"
+        )
+    if schedule == "zero_bubble" and runs_again:
+        raise ValueError(
+            "pp_schedule zero_bubble cuts a layer's backward in two, and with memory.checkpointing the layer would run "
+            'again in both; use interleaved, or set memory.checkpointing = "none"'
         )
     if schedule == "1f1b" and micro_batches < pp_size:
         raise ValueError(

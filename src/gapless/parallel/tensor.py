@@ -27,6 +27,7 @@ from torch import distributed, nn
 from gapless.adapters.lora import LoraLinear
 from gapless.batch import DropoutCounters
 from gapless.kernels.cross_entropy import VocabularyShard
+from gapless.kernels.runtime import Recipe
 from gapless.models.config import DecoderConfig
 from gapless.models.decoder import Decoder, DecoderLayer, Embedding
 from gapless.models.linear import Cut, DenseLinear, Linear, plain_linear
@@ -141,9 +142,14 @@ class Region:
         """[T, C] on every rank, from [T / size, C] with sequence parallelism. The gradients are added up."""
         return _GatherTokens.apply(x, self) if self.sequence_parallel else _Copy.apply(x, self)
 
-    def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' sum of [T, C], which may be overwritten; with sequence parallelism this rank's [T / size, C]."""
-        return _ScatterTokens.apply(x, self) if self.sequence_parallel else _Reduce.apply(x, self)
+    def leave(self, x: torch.Tensor, *, value: bool = True) -> torch.Tensor:
+        """The ranks' sum of [T, C], which may be overwritten; with sequence parallelism this rank's [T / size, C].
+
+        Without `value` what is returned is there to be differentiated alone.
+        """
+        if self.sequence_parallel:
+            return _ScatterTokens.apply(x, self, value)
+        return _Reduce.apply(x, self) if value else x
 
     def column(self, linear: Linear) -> ColumnParallelLinear:
         """This rank's piece of a layer, cut by output."""
@@ -193,6 +199,8 @@ class ColumnParallelLinear(_ParallelLinear):
         counters: DropoutCounters | None = None,
         *,
         spare: int = 0,
+        value: bool = True,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """Apply the piece to all tokens: [T, in], or [T / size, in] with sequence parallelism -> [T, out / size].
 
@@ -201,9 +209,12 @@ class ColumnParallelLinear(_ParallelLinear):
             residual: none: what it would be added to is outside the region, the output inside.
             counters: of all tokens of the batch.
             spare: see `Linear.forward`.
+            value: likewise.
+            recipe: of x; what the ranks gather has none.
         """
         assert residual is None
-        return self.inner(self.region.enter(x), None, counters, spare=spare)
+        recipe = None if self.region.sequence_parallel else recipe
+        return self.inner(self.region.enter(x), None, counters, spare=spare, value=value, recipe=recipe)
 
     @property
     def spare(self) -> int:
@@ -221,6 +232,8 @@ class RowParallelLinear(_ParallelLinear):
         counters: DropoutCounters | None = None,
         *,
         spare: int = 0,
+        value: bool = True,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """Add up the pieces' outputs: [T, in / size] -> [T, out], or [T / size, out] with sequence parallelism.
 
@@ -229,8 +242,11 @@ class RowParallelLinear(_ParallelLinear):
             residual: of the result's shape; added once, after the sum.
             counters: of all tokens of the batch.
             spare: see `Linear.forward`.
+            value: likewise; without it the ranks add up nothing.
+            recipe: see `Linear.forward`.
         """
-        y = self.region.leave(self.inner(x, None, counters, spare=spare))
+        y = self.inner(x, None, counters, spare=spare, value=value, recipe=recipe)
+        y = self.region.leave(y, value=value)
         return y if residual is None else y + residual
 
     @property
@@ -278,6 +294,8 @@ class VocabularyParallelHead(_ParallelLinear):
         counters: DropoutCounters | None = None,
         *,
         spare: int = 0,
+        value: bool = True,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """The logits of the whole vocabulary on every rank: x [M, H] -> [M, V].
 
@@ -371,13 +389,13 @@ class _ScatterTokens(torch.autograd.Function):
     """A rank's tokens of the ranks' sum; the gradient of each summand is that of all tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, region: Region) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, region: Region, value: bool) -> torch.Tensor:
         ctx.region = region
-        return _scattered(x, region)
+        return _scattered(x, region) if value else x.new_empty(()).expand(len(x) // region.size, *x.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _gathered(grads[0], ctx.region), None
+        return _gathered(grads[0], ctx.region), None, None
 
 
 class _GatherVocabulary(torch.autograd.Function):

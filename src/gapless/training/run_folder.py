@@ -51,6 +51,7 @@ FREE = {
     "parallel.sequence_parallel",
     "parallel.pp_schedule",
     "parallel.timeout",
+    "memory.checkpointing",
     # Their product with the number of ranks is compared with the loader's state.
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",

@@ -1,0 +1,1 @@
+"""The memory of activations: what a forward keeps for its backward."""
