@@ -85,14 +85,16 @@ def _lines(F):
 @gluon_jit
 def _extent(tile, window, F: gl.constexpr):
     """Row of a tile's first key in its document, and which tiles of queries see its keys: see `query_tiles`."""
-    row = tile[1] - tile[5]
-    return row, query_tiles(row, tile[4], tile[6], tile[7], window, F)
+    _, begin, _, _, query_count, key_start, key_count, shift = tile
+    row = begin - key_start
+    return row, query_tiles(row, query_count, key_count, shift, window, F)
 
 
 @gluon_jit
 def _first_place(tile, other, per_head, together, F: gl.constexpr):
     """Number of the first tile of a document's queries among the padded places of all heads."""
-    return (tile[2] * together + other) * per_head + tile[3] // F.BM + tile[0]
+    document, _, result, start, _, _, _, _ = tile
+    return (result * together + other) * per_head + start // F.BM + document
 
 
 # ---- the producer ----
@@ -182,9 +184,9 @@ def _turn(i, tile, shift, window, F: gl.constexpr):
 
 @gluon_jit
 def _send(SENDER: gl.constexpr, sent, news, F: gl.constexpr):
-    """Have every other part of what the consumers found of dQ added up, in turn.
+    """Have every other part of what the consumers found of dQ added up; if ORDERED, in turn.
 
-    Two senders: one waits until its part has arrived, and its turn is over, while the other sends.
+    Two senders: one waits until its part has left, and its turn is over, while the other sends.
     """
     desc, room, barriers, turns, per_head, together, window = sent
     full, empty = barriers

@@ -89,12 +89,10 @@ def own_rows(tile, CONSUMER: gl.constexpr):
 
 
 @gluon_jit
-def load_tile(desc, document, row, head, barrier, room):
-    """Start to copy a tile of a document's rows: zeros beyond its end."""
-    ROWS: gl.constexpr = desc.block_type.shape[2]
-    COLUMNS: gl.constexpr = desc.block_type.shape[4]
-    place = ragged_place(document[0], document[1], row, head, 0)
-    tma_load(desc, place, barrier, room.reshape([1, 1, ROWS, 1, COLUMNS]))
+def load_tile(desc, document, row, head, barrier, room, column=0):
+    """Start to copy a tile of a document's rows, from `column` on: zeros beyond its end."""
+    place = ragged_place(document[0], document[1], row, head, column)
+    tma_load(desc, place, barrier, room.reshape(desc.block_type.shape))
 
 
 @gluon_jit
