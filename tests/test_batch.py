@@ -176,6 +176,10 @@ def test_gaps(lengths, tail):
     assert segments([2, 0, 1], starts=[0, 2, 3], tokens=9).has_gaps
 
 
+def test_tables_may_come_from_a_generator():
+    assert tuple(segments([3], tiles=(spec for spec in SPECS)).tiles) == tuple(segments([3], tiles=SPECS).tiles)
+
+
 def test_undeclared_tables_raise():
     where = segments([3], tiles=[SPECS[0]])
     with pytest.raises(KeyError, match="was not declared .declared: .TileSpec.query_tile=4"):
@@ -233,6 +237,10 @@ def test_refusals(build, message):
         (lambda: segments([3], starts=["0"]), "starts must be a sequence of integers"),
         (lambda: attention_tiles(64, 64, [2.5], torch.float32, "cpu"), "window must be an integer, or None for none"),
         (lambda: attention_tiles(64, 64, [None], "bf16", "cpu"), "dtype must be a torch.dtype, not 'bf16'"),
+        (
+            lambda: attention_tiles(64, 64, None, torch.bfloat16, "cpu"),
+            "windows must be those of all layers, .* not None",
+        ),
     ],
 )
 def test_other_types_are_refused(build, message):

@@ -222,6 +222,16 @@ def test_other_types_are_refused(change, message):
         attention(**arguments)
 
 
+def test_a_stream_without_documents_has_gradients_of_zero():
+    """Of sinks alone, too, and through the LSE."""
+    empty = segments([], tokens=4)
+    q, k, v = (x.detach() for x in tensors(empty, empty))
+    sinks = torch.zeros(6, requires_grad=True)
+    for x in attention(q, k, v, empty, sinks=sinks, return_lse=True):
+        (grad,) = torch.autograd.grad(x.nan_to_num(neginf=0.0).sum(), sinks)
+        assert torch.equal(grad, torch.zeros(6))
+
+
 def test_huge_windows_are_none():
     q, k, v = tensors(PACKED, PACKED)
     assert torch.equal(attention(q, k, v, PACKED, window=2**31 - 1), attention(q, k, v, PACKED))

@@ -460,7 +460,9 @@ def _hopper_backward(
         grad_q.zero_()
     *rows, grad_sinks = hopper.launch_delta(given, out, grad, lse, grad_lse, sinks)
     tensors = (q, k, v, grad, *rows)
-    grid = _grid(k_tables.backward, k_tables.backward_used, heads // together, 1, (q, grad), together)
+    # Sums of dQ are of float32: as much as two more of q. 327 TFLOP/s for 303 at 1k tokens, 128 features, causal.
+    streamed = (q, grad) if tile.wide else (q, grad, q, q)
+    grid = _grid(k_tables.backward, k_tables.backward_used, heads // together, 1, streamed, together)
     if tile.wide:
         if any(needs[1:]):
             hopper.launch_wide_keys(given, grid, tensors, results, together)

@@ -179,18 +179,13 @@ class Backward(NamedTuple):
         """Queries per head in tiles of their own: documents begin at multiples of a tile."""
         return (tokens // self.tile.queries + self.count + 1) * self.tile.queries
 
-    @property
-    def copies(self) -> int:
-        """Of -delta: 2 where it lies `in_pairs`, if shared memory holds them."""
-        return 2 if not self.tile.wide and self.tile.queries == 64 else 1
-
     def form(self, q: torch.Tensor, v: torch.Tensor, *, float32: bool, ordered: bool = False) -> hopper_shared.Form:
         """For q [Tq, N, D] and v [Tk, K, V]; `float32`: gradients of keys and values in float32."""
         d, width = (max(64, next_power_of_2(x.shape[2])) for x in (q, v))
         tile, (registers, few) = self.tile, _REGISTERS[2]
         return hopper_shared.Form(
             tile.queries, tile.keys, d, width, q.shape[2], v.shape[2], tile.stages, **self.masks,
-            ORDERED=ordered, PAIRS=self.copies == 2, FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
+            ORDERED=ordered, FLOAT32=float32, REGISTERS=registers, FEW_REGISTERS=few,
         )  # fmt: skip
 
     def wide_form(self, q: torch.Tensor, v: torch.Tensor, *, float32: bool) -> wide_back.Form:
@@ -220,8 +215,7 @@ class Backward(NamedTuple):
             ragged_descriptor(k, tile.keys, form.D),
             ragged_descriptor(v, tile.keys, form.V),
             ragged_descriptor(grad, tile.queries, form.V),
-            plain_descriptor(lse, (1, tile.queries)),
-            plain_descriptor(delta, (1, self.copies * tile.queries)),
+            *(plain_descriptor(x, (1, tile.queries)) for x in (lse, delta)),
         ]
 
 
@@ -233,13 +227,10 @@ def launch_delta(
     grad_lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Find LSE and -delta in padded places, float32 [N, rows], see `hopper_delta`, and the sinks' gradient [N].
-
-    Of -delta there are `copies`.
-    """
+    """Find LSE and -delta in padded places, float32 [N, rows], see `hopper_delta`, and the sinks' gradient [N]."""
     tokens, heads, width = out.shape
     rows = b.padded_rows(tokens)
-    lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, b.copies * rows)
+    lse_padded, delta = lse.new_empty(heads, rows), lse.new_empty(heads, rows)
     partial = lse.new_empty(b.q_rows, heads) if sinks is not None else None
     launch(
         hopper_sums.hopper_delta,
@@ -254,7 +245,6 @@ def launch_delta(
         BM=b.tile.queries,
         SINKS=sinks is not None,
         LSE=grad_lse is not None,
-        PAIRS=b.copies == 2,
     )
     if sinks is None or partial is None:
         return lse_padded, delta, None

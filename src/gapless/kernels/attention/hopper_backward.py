@@ -29,7 +29,6 @@ from gapless.kernels.attention.hopper_shared import (
     in_lines,
     load_columns,
     load_numbers,
-    load_rows,
     load_tile,
     new_barriers,
     own_rows,
@@ -68,12 +67,6 @@ def _half(F):
 
 
 @constexpr_function
-def _copies(F):
-    """Of -delta."""
-    return 2 if F.PAIRS else 1
-
-
-@constexpr_function
 def _lines(F):
     """Rows of the sums that a consumer's part of dQ takes."""
     return F.BM * F.D // 64
@@ -85,14 +78,16 @@ def _lines(F):
 @gluon_jit
 def _extent(tile, window, F: gl.constexpr):
     """Row of a tile's first key in its document, and which tiles of queries see its keys: see `query_tiles`."""
-    row = tile[1] - tile[5]
-    return row, query_tiles(row, tile[4], tile[6], tile[7], window, F)
+    _, begin, _, _, query_count, key_start, key_count, shift = tile
+    row = begin - key_start
+    return row, query_tiles(row, query_count, key_count, shift, window, F)
 
 
 @gluon_jit
 def _first_place(tile, other, per_head, together, F: gl.constexpr):
     """Number of the first tile of a document's queries among the padded places of all heads."""
-    return (tile[2] * together + other) * per_head + tile[3] // F.BM + tile[0]
+    document, _, result, start, _, _, _, _ = tile
+    return (result * together + other) * per_head + start // F.BM + document
 
 
 # ---- the producer ----
@@ -136,8 +131,7 @@ def _feed(fed, tile, base, met, F: gl.constexpr):
                 mbarrier.wait(grad_empty.index(slot), (n // F.STAGES & 1) ^ 1)
                 mbarrier.expect(grad_full.index(slot), grad_desc.block_type.nbytes + delta_desc.block_type.nbytes)
                 load_tile(grad_desc, queries, i * F.BM, head + other, grad_full.index(slot), grad.index(slot))
-                place = _copies(F) * (padded + i * F.BM)
-                load_numbers(delta_desc, head + other, place, grad_full.index(slot), delta.index(slot))
+                load_numbers(delta_desc, head + other, padded + i * F.BM, grad_full.index(slot), delta.index(slot))
                 used += 1
         if used > 0:
             n = base + used + met
@@ -182,9 +176,9 @@ def _turn(i, tile, shift, window, F: gl.constexpr):
 
 @gluon_jit
 def _send(SENDER: gl.constexpr, sent, news, F: gl.constexpr):
-    """Have every other part of what the consumers found of dQ added up, in turn.
+    """Have every other part of what the consumers found of dQ added up; if ORDERED, in turn.
 
-    Two senders: one waits until its part has arrived, and its turn is over, while the other sends.
+    Two senders: one waits until its part has left, and its turn is over, while the other sends.
     """
     desc, room, barriers, turns, per_head, together, window = sent
     full, empty = barriers
@@ -264,11 +258,8 @@ def _step(
     slot, q_slot, after = n % F.STAGES, (n + ahead) % F.STAGES, (n + ahead + 1) % F.STAGES
     mbarrier.wait(grad_full.index(slot), n // F.STAGES & 1)
     # dP^T - delta: the accumulator begins with -delta, which saves 1 operation in 5 and the registers of delta.
-    if F.PAIRS:
-        minus_delta = load_rows(delta.index(slot), F.BM)
-    else:
-        minus_delta = load_columns(delta.index(slot), F.BM)[None, :]
-        minus_delta, _ = gl.broadcast(minus_delta, gl.full([_ROWS, F.BM], 0.0, gl.float32, accumulator(F.BM)))
+    minus_delta = load_columns(delta.index(slot), F.BM)[None, :]
+    minus_delta, _ = gl.broadcast(minus_delta, gl.full([_ROWS, F.BM], 0.0, gl.float32, accumulator(F.BM)))
     products = warpgroup_mma(own_rows(v, CONSUMER), grad.index(slot).permute((1, 0)), minus_delta, is_async=True)
     masked = (i < full[0]) | (i >= full[1])
     weights, slope = weights_again(scores, load_columns(lse.index(q_slot), F.BM), i, keys, masked, settings, F)
@@ -396,7 +387,7 @@ def hopper_backward(
 
     `total` tiles: results of a section, `rows` of the table, sections; programs take one after another. `turns` begins
     with zeros: the counter of tiles and, in turn, one for each tile of queries and head. Descriptors: q, k, v, grad,
-    grad_k_desc and grad_v_desc ragged; lse and delta [N, padded places], delta twice as many where it lies `in_pairs`;
+    grad_k_desc and grad_v_desc ragged; lse and delta [N, padded places];
     sums [N places D / 32, 32], parts of dQ / scale `in_lines`. A head has `per_head` tiles of padded places.
     """
     dtype: gl.constexpr = q.dtype
@@ -408,7 +399,7 @@ def hopper_backward(
     grad_scores = gl.allocate_shared_memory(dtype, [3, F.KEYS, F.BM], shared(F.KEYS, F.BM, dtype))
     out = gl.allocate_shared_memory(gl.float32, [2, LINES, LINE], shared(LINES, LINE, gl.float32))
     lses = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
-    deltas = gl.allocate_shared_memory(gl.float32, [F.STAGES, _copies(F) * F.BM], flat())
+    deltas = gl.allocate_shared_memory(gl.float32, [F.STAGES, F.BM], flat())
     k_full, k_empty = new_barriers(1, 1).index(0), new_barriers(1, 2).index(0)
     q_full, q_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)
     grad_full, grad_empty = new_barriers(F.STAGES, 1), new_barriers(F.STAGES, 2)

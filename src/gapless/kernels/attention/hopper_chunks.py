@@ -5,14 +5,12 @@ Each chunk has descriptors, shared memory and accumulators of its own; a second 
 
 from __future__ import annotations
 
-from gapless.kernels.attention.hopper_shared import accumulator, shared
+from gapless.kernels.attention.hopper_shared import accumulator, load_tile, shared
 from gapless.kernels.gluon import (
     constexpr_function,
     gl,
     gluon_jit,
     mbarrier,
-    ragged_place,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -48,18 +46,12 @@ def tile_bytes(rows, first, second):
 
 
 @gluon_jit
-def _load_chunk(desc, document, row, head, column, barrier, room):
-    place = ragged_place(document[0], document[1], row, head, column)
-    tma_load(desc, place, barrier, room.reshape(desc.block_type.shape))
-
-
-@gluon_jit
 def load_chunks(descs, document, row, head, barrier, room, SECOND: gl.constexpr):
     """Start to copy a tile of a document's rows: zeros beyond its end. The barrier expects it already."""
-    _load_chunk(descs[0], document, row, head, 0, barrier, room[0])
+    load_tile(descs[0], document, row, head, barrier, room[0])
     if SECOND > 0:
         COLUMNS: gl.constexpr = descs[0].block_type.shape[4]
-        _load_chunk(descs[1], document, row, head, COLUMNS, barrier, room[1])
+        load_tile(descs[1], document, row, head, barrier, room[1], COLUMNS)
 
 
 @gluon_jit

@@ -39,8 +39,6 @@ class Form(NamedTuple):
     SOFTCAP: bool
     ORDERED: bool
     """Whether tiles of keys take turns at the queries' gradients."""
-    PAIRS: bool
-    """Whether -delta lies `in_pairs`, see `load_rows`, which takes 4 bytes more for a query of a tile."""
     FLOAT32: bool
     """Whether the gradients of keys and values are written in float32, to be added up."""
     REGISTERS: int
@@ -89,17 +87,15 @@ def own_rows(tile, CONSUMER: gl.constexpr):
 
 
 @gluon_jit
-def load_tile(desc, document, row, head, barrier, room):
-    """Start to copy a tile of a document's rows: zeros beyond its end."""
-    ROWS: gl.constexpr = desc.block_type.shape[2]
-    COLUMNS: gl.constexpr = desc.block_type.shape[4]
-    place = ragged_place(document[0], document[1], row, head, 0)
-    tma_load(desc, place, barrier, room.reshape([1, 1, ROWS, 1, COLUMNS]))
+def load_tile(desc, document, row, head, barrier, room, column=0):
+    """Start to copy a tile of a document's rows, from `column` on: zeros beyond its end."""
+    place = ragged_place(document[0], document[1], row, head, column)
+    tma_load(desc, place, barrier, room.reshape(desc.block_type.shape))
 
 
 @gluon_jit
 def load_numbers(desc, head, place, barrier, room):
-    """Start to copy a number for each query of a tile, or two."""
+    """Start to copy a number for each query of a tile."""
     tma_load(desc, [head, place], barrier, room.reshape([1, room.shape[0]]))
 
 
@@ -115,36 +111,6 @@ def load_columns(room, COUNT: gl.constexpr):
     """A number for each column of an accumulator: what lies `in_fours` in shared memory, in order."""
     numbers = room.load(_fours(COUNT)).reshape([COUNT // 16, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([COUNT])
     return gl.convert_layout(numbers, gl.SliceLayout(0, accumulator(COUNT)))
-
-
-@constexpr_function
-def _pairs(COUNT):
-    """Layout of numbers for the columns of an accumulator that lie `in_pairs`: for each of a thread's two rows."""
-    more = [[16 << bit] for bit in range((COUNT // 8).bit_length() - 1)]
-    return gl.DistributedLinearLayout([[1], [2], *more], [[4], [8], [0], [0], [0]], [[0], [0]], [], [2 * COUNT])
-
-
-@constexpr_function
-def _by_rows(COUNT):
-    """Layout of an accumulator whose row is (warp, half, row of 8)."""
-    more = [[0, 0, 0, 8 << bit] for bit in range((COUNT // 8).bit_length() - 1)]
-    lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
-    warps = [[1, 0, 0, 0], [2, 0, 0, 0]]
-    return gl.DistributedLinearLayout([[0, 0, 0, 1], [0, 1, 0, 0], *more], lanes, warps, [], [4, 2, 8, COUNT])
-
-
-@gluon_jit
-def load_rows(room, COUNT: gl.constexpr):
-    """An accumulator with the same number in all rows of a column: what lies `in_pairs` in shared memory.
-
-    Each number is loaded for both rows of a thread, into the register where the product begins: out of one load they
-    would be copied there.
-    """
-    layout: gl.constexpr = _by_rows(COUNT)
-    halves = room.load(_pairs(COUNT)).reshape([COUNT // 8, 4, 2, 2]).permute((2, 0, 1, 3)).reshape([2, COUNT])
-    halves = gl.convert_layout(halves, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
-    rows, _ = gl.broadcast(halves.expand_dims(1).expand_dims(0), gl.full([4, 2, 8, COUNT], 0.0, gl.float32, layout))
-    return gl.convert_layout(rows.reshape([64, COUNT]), accumulator(COUNT))
 
 
 @gluon_jit

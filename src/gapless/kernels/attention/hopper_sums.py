@@ -31,23 +31,16 @@ def in_fours(column):
     return column // 16 * 16 + column % 8 // 2 * 4 + column // 8 % 2 * 2 + column % 2
 
 
-@jit
-def in_pairs(column):
-    """Place of the first of two copies of a column's number, 2 apart: see `load_rows`."""
-    return column // 2 * 4 + column % 2
-
-
 @jit(do_not_specialize=(*PER_BATCH, "rows"))
 def hopper_delta(
     out, grad, lse, grad_lse, sinks, lse_padded, delta_padded, grad_sinks, table, q_start, q_used, tokens, rows,
     stride_ot, stride_oh, stride_gt, stride_gh,
     V: tl.constexpr, VP: tl.constexpr, QT: tl.constexpr, BM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Find delta = rowsum(dO O) - dLSE of a tile of QT queries and a head, and their summand of the sink's gradient.
 
-    The LSE goes to padded places `in_fours`, -delta likewise or twice, `in_pairs`. Beyond the document, and for queries
-    that see nothing, the LSE becomes inf, which makes weights 0.
+    -delta and the LSE go to padded places, `in_fours`. Beyond the document, and for queries that see nothing, the LSE
+    becomes inf, which makes weights 0.
     """
     document, begin, start, count = _tile(table, q_start, q_used)
     head = tl.program_id(1).to(tl.int64)
@@ -69,12 +62,7 @@ def hopper_delta(
         if LSE:
             value -= tl.load(grad_lse + head * tokens + token, mask=here, other=0.0)
         log = tl.load(lse + head * tokens + token, mask=here, other=-float("inf"))
-        if PAIRS:
-            both = delta_padded + 2 * place + in_pairs(query)
-            tl.store(both, -value)
-            tl.store(both + 2, -value)
-        else:
-            tl.store(delta_padded + place + in_fours(query), -value)
+        tl.store(delta_padded + place + in_fours(query), -value)
         tl.store(lse_padded + place + in_fours(query), tl.where(log == -float("inf"), float("inf"), log))
         if SINKS:
             sink = tl.load(sinks + head).to(tl.float32) * 1.44269504
