@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import numpy as np
@@ -231,6 +233,25 @@ def test_close_gives_the_memory_back():
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < held
+
+
+FAILS = """
+import torch
+from gapless.training.graph import CudaRecorder
+
+x, before = torch.ones(1, device="cuda"), torch.cuda.current_stream()
+try:
+    CudaRecorder(x.device).record(x.item)
+except RuntimeError as error:
+    print(error.__notes__, torch.cuda.current_stream() == before, flush=True)
+"""
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was():
+    """In a process of its own: PyTorch's allocator is not what it was."""
+    done = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, check=False)
+    assert "with training.cuda_graphs = false none is" in done.stdout, done.stderr[-3000:]
+    assert done.stdout.endswith("True\n")
 
 
 # ---- whole runs ----

@@ -321,6 +321,16 @@ def test_attention_without_kernels_is_an_obstacle(head_dim, found):
     assert (reason is None) if found is None else (found in reason)
 
 
+@pytest.mark.parametrize(("allocator", "found"), [("native", None), ("cudaMallocAsync", "chooses cudaMallocAsync")])
+def test_another_allocator_is_an_obstacle(monkeypatch, allocator, found):
+    config = make_training("lora")[0].stages[0].config
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    with forced("triton", architecture=90):
+        reason = obstacle(config, torch.bfloat16, torch.device("cuda"), ALONE, own_loss=False)
+    assert (reason is None) if found is None else (found in reason)
+
+
 def test_true_is_refused_with_the_reason_before_a_folder_is_made(inputs, tmp_path):
     with pytest.raises(
         ValueError, match="training.cuda_graphs is true, but they need an NVIDIA GPU, and the device is"

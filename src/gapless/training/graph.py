@@ -99,6 +99,8 @@ class CudaRecorder:
         try:
             with (
                 torch.cuda.device(self._device),
+                # A capture that has failed leaves its own stream the current one; this goes back to what was.
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
                 # Of this thread: others go on to pin memory and to copy batches.
                 torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
                 torch.autograd.set_multithreading_enabled(False),
@@ -306,6 +308,8 @@ def obstacle(
         return "loss_fn is given the trained tokens alone, whose number changes from batch to batch"
     if not runs_kernels(device):
         return "the kernels do not run on this GPU, and plain PyTorch attention goes by the documents of each batch"
+    if torch.cuda.is_available() and (allocator := torch.cuda.get_allocator_backend()) != "native":
+        return f"their memory is a pool of PyTorch's own allocator, and PYTORCH_CUDA_ALLOC_CONF chooses {allocator}"
     dims = (config.head_dim, config.head_dim)
     if not attention_tiles(*dims, config.windows, dtype, device):
         return f"attention with {config.head_dim} features in {dtype} is plain PyTorch, which goes by each batch"
