@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import gapless
+from gapless.adapters.lora import unchanged
 from gapless.batch import Document, build_batch
 from gapless.config import OptimConfig
 from gapless.data.loader import Loader
@@ -176,6 +177,18 @@ def test_replays_wait_for_nothing_and_take_no_memory(name):
     torch.cuda.synchronize()
     assert torch.cuda.memory_reserved() == before[1]
     assert torch.cuda.max_memory_allocated() - before[0] < 2**20  # metrics
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_evaluation_waits_for_nothing(name):
+    """Until the sum of all is read."""
+    kind, settings = SETTINGS[name]
+    model, _ = make_training(kind, device="cuda", **settings)
+    step, *_ = varied_steps(model.stages[0].batch_layout(**SIZES), 1)
+    mean_loss(model, Transfer("cuda").start(step.micro_batches).take())  # kernels are loaded, memory is there
+    model.modes(training=False)
+    with no_waits(), unchanged(*model.stages):
+        model.loss_sum(Transfer("cuda").start(step.micro_batches).take())
 
 
 def test_evaluation_between_replays():
