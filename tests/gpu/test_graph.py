@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import gapless
+from gapless.adapters.lora import unchanged
 from gapless.batch import Document, build_batch
 from gapless.config import OptimConfig
 from gapless.data.loader import Loader
@@ -176,6 +179,18 @@ def test_replays_wait_for_nothing_and_take_no_memory(name):
     assert torch.cuda.max_memory_allocated() - before[0] < 2**20  # metrics
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_evaluation_waits_for_nothing(name):
+    """Until the sum of all is read."""
+    kind, settings = SETTINGS[name]
+    model, _ = make_training(kind, device="cuda", **settings)
+    step, *_ = varied_steps(model.stages[0].batch_layout(**SIZES), 1)
+    mean_loss(model, Transfer("cuda").start(step.micro_batches).take())  # kernels are loaded, memory is there
+    model.modes(training=False)
+    with no_waits(), unchanged(*model.stages):
+        model.loss_sum(Transfer("cuda").start(step.micro_batches).take())
+
+
 def test_evaluation_between_replays():
     """It allocates and frees memory of its own, and makes low-precision copies of the adapters."""
     kind, settings = SETTINGS["lora"]
@@ -231,6 +246,25 @@ def test_close_gives_the_memory_back():
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < held
+
+
+FAILS = """
+import torch
+from gapless.training.graph import CudaRecorder
+
+x, before = torch.ones(1, device="cuda"), torch.cuda.current_stream()
+try:
+    CudaRecorder(x.device).record(x.item)
+except RuntimeError as error:
+    print(error.__notes__, torch.cuda.current_stream() == before, flush=True)
+"""
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was():
+    """In a process of its own: PyTorch's allocator is not what it was."""
+    done = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, check=False)
+    assert "with training.cuda_graphs = false none is" in done.stdout, done.stderr[-3000:]
+    assert done.stdout.endswith("True\n")
 
 
 # ---- whole runs ----

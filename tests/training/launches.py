@@ -55,7 +55,9 @@ KINDS = {
     "lora in rows of any length": ("lora", {"dtype": "bf16", "max_length": 99, "per_device_train_batch_size": 3}),
     "lora and a head": ("lora", {"dtype": "bf16", "modules_to_save": ("lm_head",), "packing": False}),
     "lora in float32": ("lora", {}),
+    "lora in layers that run again": ("lora", {"dtype": "bf16", "checkpointing": "full"}),
     "full": ("full", {}),
+    "full in layers that run again": ("full", {"checkpointing": "full"}),
     "full in rows of any length": (
         "full",
         {"max_length": 99, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 1, "max_documents": 2},

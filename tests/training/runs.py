@@ -40,7 +40,7 @@ def make_config(inputs: Path, output: Path, kind: str = "lora", **settings) -> R
         ),
         logging=LoggingConfig(report_to=()),
     )
-    for section in ("model", "data", "adapter", "optim", "training", "logging"):
+    for section in ("model", "data", "adapter", "optim", "training", "memory", "logging"):
         table = getattr(config, section)
         own = {name: settings.pop(name) for name in list(settings) if name in table.__dataclass_fields__}
         config = replace(config, **{section: replace(table, **own)})

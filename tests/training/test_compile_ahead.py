@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gapless.config import MemoryConfig
 from gapless.config_file import dump_config
 from gapless.kernels import compiling
 from gapless.kernels.runtime import Chip, triton
@@ -21,10 +22,10 @@ from training.runs import make_config, write_inputs
 
 HERE = Path(__file__).parent
 CHIP = Chip(86, 84, 6 << 20)
-KINDS = ("lora", "lora and a head", "full in rows of any length")
+KINDS = ("lora", "lora and a head", "lora in layers that run again", "full in rows of any length")
 ALL_KINDS = (
     *(*KINDS, "documents of one length", "lora of some layers", "lora in rows of any length", "lora in float32"),
-    *("full", "full with moments in 8 bits", "full in pure bf16"),
+    *("full", "full in layers that run again", "full with moments in 8 bits", "full in pure bf16"),
 )
 needs_triton = pytest.mark.skipif(triton is None, reason="needs Triton")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU kernels are launched")
@@ -146,6 +147,8 @@ def test_when_it_is_started(monkeypatch, tmp_path):
     assert ahead.compile_ahead(alike, gpu, evaluates=True) is None
     assert ahead.compile_ahead(config, gpu, evaluates=False) is not None
     other = replace(config, adapter=replace(config.adapter, r=8))
+    assert ahead.compile_ahead(other, gpu, evaluates=True) is not None
+    other = replace(config, memory=MemoryConfig(checkpointing="full"))
     assert ahead.compile_ahead(other, gpu, evaluates=True) is not None
     shutil.rmtree(moved)
     assert ahead.compile_ahead(alike, gpu, evaluates=True) is None  # who reads the model says that it is gone

@@ -1,10 +1,13 @@
 """A step in parts that are recorded once: the same bits as `train_step`. On a CPU to replay is to run a part again."""
 
+import copy
 import signal
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import gapless
 from gapless.adapters.lora import lora_layers
@@ -182,7 +185,37 @@ def test_a_bad_step_closes_the_optimizer():
     assert all(torch.equal(value, before[name]) for name, value in state_of(optimizer).items())
 
 
-@pytest.mark.parametrize("change", ["memory", "mode", "gradient"])
+def replace_memory(decoder):
+    decoder.norm.weight.data = decoder.norm.weight.data.clone()
+
+
+def replace_parameter(decoder):
+    decoder.norm.weight = nn.Parameter(decoder.norm.weight.detach().clone(), requires_grad=False)
+
+
+def replace_buffer(decoder):
+    decoder.rotary_frequencies = decoder.rotary_frequencies.clone()
+
+
+def replace_module(decoder):
+    norm = decoder.norm
+    decoder.norm = copy.copy(norm)  # with the same parameter
+    decoder.norm.eps = 2 * norm.eps
+
+
+def drop_out_less(decoder):
+    for layer in lora_layers(decoder):
+        layer.dropout /= 2
+
+
+def freeze(decoder):
+    next(lora_layers(decoder)).lora_a.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace_memory, replace_parameter, replace_buffer, replace_module, drop_out_less, freeze, nn.Module.eval],
+)
 def test_what_is_not_as_it_was_is_recorded_anew(change):
     model, optimizer = make_training("lora")
     (decoder,) = model.stages
@@ -191,12 +224,7 @@ def test_what_is_not_as_it_was_is_recorded_anew(change):
     first, second, third = varied_steps(layout, 3)
     graphs(first)
     count = len(recorder.recorded)
-    if change == "memory":
-        decoder.norm.weight.data = decoder.norm.weight.data.clone()
-    elif change == "mode":
-        decoder.eval()
-    else:
-        next(lora_layers(decoder)).lora_a.requires_grad_(False)
+    change(decoder)
     graphs(second)
     assert recorder.forgotten == 1
     assert len(recorder.recorded) >= count + 3
@@ -204,23 +232,39 @@ def test_what_is_not_as_it_was_is_recorded_anew(change):
     assert recorder.forgotten == 1
 
 
-def test_hooks_are_called_in_every_step():
-    model, optimizer = make_training("lora")
+HOOKS = {
+    "forward": lambda decoder, hook: decoder.layers["1"].mlp.register_forward_hook(hook),
+    "of all modules": lambda _, hook: register_module_forward_hook(hook),
+    "gradient": lambda decoder, hook: trained(decoder).register_hook(hook),
+    "accumulated gradient": lambda decoder, hook: trained(decoder).register_post_accumulate_grad_hook(hook),
+}
+
+
+def trained(decoder):
+    return next(parameter for parameter in decoder.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("where", HOOKS)
+@pytest.mark.parametrize(("kind", "dtype"), [("lora", "fp32"), ("full", "bf16")])
+def test_hooks_are_called_in_every_step(where, kind, dtype):
+    model, optimizer = make_training(kind, dtype=dtype)
     (decoder,) = model.stages
     shown, layout, recorder = [], layout_of(model), Again()
     graphs = GraphStep(model, optimizer, layout, recorder, show=shown.append)
     first, *rest, last = varied_steps(layout, 5)
     graphs(first)
     recorded, replays, calls = len(recorder.recorded), recorder.replays, []
-    hook = decoder.layers["1"].mlp.register_forward_hook(lambda *_: calls.append(1))
-    for step in rest:
-        graphs(step)
-    assert len(calls) == sum(batch.num_trained > 0 for step in rest for batch in step.micro_batches)
+    hook = HOOKS[where](decoder, lambda *_: calls.append(1))
+    try:
+        for step in rest:
+            graphs(step)
+    finally:
+        hook.remove()
+    assert len(calls) >= sum(batch.num_trained > 0 for step in rest for batch in step.micro_batches)
     assert len(recorder.recorded) == recorded
     assert recorder.replays == replays
     assert len(shown) == 1
     assert "hooks" in shown[0]
-    hook.remove()
     graphs(last)
     assert len(recorder.recorded) > recorded
 
@@ -272,6 +316,16 @@ def test_obstacles(sizes, own_loss, device, reason):
 @pytest.mark.parametrize(("head_dim", "found"), [(64, None), (512, "512 features")])
 def test_attention_without_kernels_is_an_obstacle(head_dim, found):
     config = make_training("lora", family="qwen3", head_dim=head_dim)[0].stages[0].config
+    with forced("triton", architecture=90):
+        reason = obstacle(config, torch.bfloat16, torch.device("cuda"), ALONE, own_loss=False)
+    assert (reason is None) if found is None else (found in reason)
+
+
+@pytest.mark.parametrize(("allocator", "found"), [("native", None), ("cudaMallocAsync", "chooses cudaMallocAsync")])
+def test_another_allocator_is_an_obstacle(monkeypatch, allocator, found):
+    config = make_training("lora")[0].stages[0].config
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
     with forced("triton", architecture=90):
         reason = obstacle(config, torch.bfloat16, torch.device("cuda"), ALONE, own_loss=False)
     assert (reason is None) if found is None else (found in reason)

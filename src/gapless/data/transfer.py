@@ -1,9 +1,10 @@
-"""Batches on their way to a device, on a stream of its own: a copy runs while the steps before it train."""
+"""Batches on their way to a device, on a stream of their own: a copy runs while the steps before it train."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -35,9 +36,9 @@ class Transfer:
     """A way to a device; any thread may use it."""
 
     def __init__(self, device: torch.device | str) -> None:
-        """Open it: on a GPU, make its stream."""
+        """Open it."""
         self._device = torch.device(device)
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream = _stream(self._device) if self._device.type == "cuda" else None
 
     def start(self, batches: Sequence[PackedBatch]) -> Sent:
         """Queue the copies of batches on the host."""
@@ -48,3 +49,9 @@ class Transfer:
             copied = torch.cuda.Event()
             copied.record(self._stream)
             return Sent(sent, copied)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all transfers: memory that batches leave serves the next ones of its stream alone."""
+    return torch.cuda.Stream(device)

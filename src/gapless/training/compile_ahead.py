@@ -29,11 +29,20 @@ import torch
 
 from gapless.adapters.lora import apply_lora, lora_layers, unchanged
 from gapless.batch import BatchLayout, Document, PackedBatch, build_batch
-from gapless.config import AdapterConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainingConfig
+from gapless.config import (
+    AdapterConfig,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from gapless.data.loader import TrainStep
 from gapless.inference.load import DTYPES
 from gapless.kernels import compiling
 from gapless.kernels.runtime import Chip, chip, runs_kernels, triton
+from gapless.memory.checkpointing import apply_checkpointing
 from gapless.models.weights import meta_decoder
 from gapless.parallel.mesh import Mesh
 from gapless.parallel.model import ParallelModel
@@ -92,6 +101,7 @@ def _decisive(config: RunConfig) -> RunConfig:
             deterministic=training.deterministic,
         ),
         adapter=config.adapter,
+        memory=config.memory,
         optim=OptimConfig(
             optim=optim.optim,
             adam_beta1=optim.adam_beta1,
@@ -214,7 +224,7 @@ def compile_request(request: dict[str, Any]) -> compiling.Compiled:
 def _read_config(tables: dict[str, Any]) -> RunConfig:
     """A config of JSON, in which tuples have become lists."""
     sections: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig}
-    sections |= {"adapter": AdapterConfig, "optim": OptimConfig}
+    sections |= {"adapter": AdapterConfig, "memory": MemoryConfig, "optim": OptimConfig}
     made = {}
     for name, section in sections.items():
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in tables[name].items()}
@@ -228,6 +238,7 @@ def go_through(config: RunConfig, *, evaluates: bool) -> None:
     model.train()
     if config.adapter.type == "lora":
         apply_lora(model, config.adapter, seed=config.training.seed)
+    apply_checkpointing(model, config.memory.checkpointing)
     model.rotary_frequencies = model.rotary_frequencies.to("meta")
     parallel = ParallelModel([model], Mesh.single(), config.parallel)
     optimizer = AdamW(setup.trained_views(config, model), config.optim, "meta")

@@ -15,11 +15,12 @@ does in every step. The numbers are those of `train_step`, bit for bit.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from gapless.adapters.lora import copied, lora_layers
 from gapless.batch import BatchLayout, PackedBatch, StepScalars
@@ -34,7 +35,7 @@ from gapless.training.step import StepMetrics, end_step, own_tokens
 Work = Callable[..., None]
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records work on the device."""
 
     def run(self, work: Work, *args: Any) -> None:
@@ -68,7 +69,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def forget(self) -> None:
-        """See `Recorder`. The memory goes too."""
+        """See `GraphRecorder`. The memory goes too."""
         torch.cuda.synchronize(self._device)
         for graph in self._graphs:
             graph.reset()
@@ -76,7 +77,7 @@ class CudaRecorder:
         self._pool = None
 
     def run(self, work: Work, *args: Any) -> None:
-        """See `Recorder`. On the stream of captures: memory that was another stream's is not theirs."""
+        """See `GraphRecorder`. On the stream of captures: memory that was another stream's is not theirs."""
         torch.cuda.empty_cache()  # the pool cannot have it where memory becomes short
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -90,7 +91,7 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, work: Work, *args: Any) -> Work:
-        """See `Recorder`."""
+        """See `GraphRecorder`."""
         # What is dead but not yet collected must not be freed, nor a node of autograd be found again, in the capture.
         gc.collect()
         graph = torch.cuda.CUDAGraph()
@@ -98,6 +99,8 @@ class CudaRecorder:
         try:
             with (
                 torch.cuda.device(self._device),
+                # A capture that has failed leaves its own stream the current one; this goes back to what was.
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
                 # Of this thread: others go on to pin memory and to copy batches.
                 torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
                 torch.autograd.set_multithreading_enabled(False),
@@ -123,9 +126,9 @@ class CudaRecorder:
 class GraphStep:
     """`train_step` for a model on one device, recorded piece by piece as steps need them.
 
-    When parameters have other memory than when they were recorded, or need a gradient or not, or a module trains or
-    does not, all is recorded anew. While a module or parameter has hooks nothing is recorded or replayed: hooks run on
-    the host.
+    When parameters or buffers have other memory than when they were recorded, or need a gradient or not, or a module
+    trains or does not, drops out more or is another one, all is recorded anew. While a module or parameter has hooks
+    nothing is recorded or replayed: hooks run on the host.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class GraphStep:
         model: ParallelModel,
         optimizer: AdamW,
         layout: BatchLayout,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         *,
         counts: Callable[[nn.Parameter], bool] = lambda _: True,
         show: Callable[[str], None] = lambda _: None,
@@ -150,9 +153,7 @@ class GraphStep:
         """
         (self._decoder,) = model.stages
         self._model, self._optimizer, self._recorder, self._counts = model, optimizer, recorder, counts
-        self._adapted = list(lora_layers(self._decoder))
-        self._modules = list(self._decoder.modules())
-        self._parameters = list(self._decoder.parameters())
+        self._list_modules()
         device = optimizer.step_count.device
         self._buffer = torch.zeros(layout.buffer_size, dtype=torch.int32, device=device)
         self._scalars: StepScalars | None = None
@@ -171,6 +172,7 @@ class GraphStep:
         self._optimizer.bind_gradients()  # a callback or a script may have called zero_grad
         if self._recorded_for != self._facts():
             self.close()
+            self._list_modules()
         if self._run("begin", self._begin):
             for layer in self._adapted:
                 layer.replayed()
@@ -201,7 +203,7 @@ class GraphStep:
         if replay is not None:
             replay(*args)
             return True
-        if self._hooked():
+        if self._hooked(self._tensors()):
             self._plainly(work, *args)
             return False
         with as_captured():
@@ -243,16 +245,34 @@ class GraphStep:
 
     # ---- what must be as it was ----
 
+    def _list_modules(self) -> None:
+        self._modules = list(self._decoder.modules())
+        self._adapted = list(lora_layers(self._decoder))
+
     def _facts(self) -> tuple[Any, ...]:
+        # All modules there were are held, so that another one is known by its place in memory.
+        tensors = self._tensors()
         return (
-            [parameter.data_ptr() for parameter in self._parameters],
-            [parameter.requires_grad for parameter in self._parameters],
+            [id(child) for module in self._modules for child in module._modules.values()],
+            [tensor.data_ptr() for tensor in tensors],
+            [tensor.requires_grad for tensor in tensors],
             [module.training for module in self._modules],
-            self._hooked(),
+            [(layer.scale, layer.dropout) for layer in self._adapted],
+            self._hooked(tensors),
         )
 
-    def _hooked(self) -> bool:
-        return any(map(_has_hooks, self._modules)) or any(parameter._backward_hooks for parameter in self._parameters)
+    def _tensors(self) -> list[torch.Tensor]:
+        """Parameters and buffers, as they are now."""
+        tables = (table for module in self._modules for table in (module._parameters, module._buffers))
+        return [tensor for table in tables for tensor in table.values() if tensor is not None]
+
+    def _hooked(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return (
+            bool(_has_any_global_hook())
+            or any(map(_has_hooks, self._modules))
+            or any(tensor._backward_hooks for tensor in tensors)
+            or self._optimizer.hooked()
+        )
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -288,6 +308,8 @@ def obstacle(
         return "loss_fn is given the trained tokens alone, whose number changes from batch to batch"
     if not runs_kernels(device):
         return "the kernels do not run on this GPU, and plain PyTorch attention goes by the documents of each batch"
+    if torch.cuda.is_available() and (allocator := torch.cuda.get_allocator_backend()) != "native":
+        return f"their memory is a pool of PyTorch's own allocator, and PYTORCH_CUDA_ALLOC_CONF chooses {allocator}"
     dims = (config.head_dim, config.head_dim)
     if not attention_tiles(*dims, config.windows, dtype, device):
         return f"attention with {config.head_dim} features in {dtype} is plain PyTorch, which goes by each batch"

@@ -173,6 +173,12 @@ class AdamW:
                 buffer.copy_(local_tensor(param.grad))
                 param.grad = None
 
+    def hooked(self) -> bool:
+        """Whether someone has hooks that are called when a parameter's gradient is there; its own do not count."""
+        own = {hook.id for hook in self._hooks}
+        found = (param._post_accumulate_grad_hooks for param in self._params)
+        return any(hooks and hooks.keys() - own for hooks in found)
+
     @torch.no_grad()
     def zero_grad(self) -> None:
         """Clear the gradients; a step does so itself."""

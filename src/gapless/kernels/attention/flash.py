@@ -313,8 +313,7 @@ def shared_tiles(
         return ()
     known = dict.fromkeys(effective_window(window) for window in windows)
     tiles = _tiles(head_dim, v_head_dim, dtype, device)
-    packed = tiles.packed(groups)
-    return tuple(_pays(packed, tiles, window, segments) for window in known)
+    return tuple(_pays(tiles.packed(groups), tiles, window, segments) for window in known)
 
 
 def supports(q: torch.Tensor, v: torch.Tensor, scale: float) -> bool:
