@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from gapless.batch import PackedBatch
 from gapless.config import LoggingConfig, OptimConfig, RunConfig
 from gapless.data.loader import TrainStep
 from gapless.inference.load import DTYPES
@@ -145,8 +146,8 @@ def profiled(config: RunConfig, folder: Path, steps: int) -> RunConfig:
 class _Steps(Trainer):
     """A run of which nothing is kept."""
 
-    launching: Callable[[TrainStep], None]
-    """Called with the batches of each step."""
+    launching: Callable[[Sequence[PackedBatch]], None]
+    """Called with the micro-batches of each step that run."""
 
     @property
     def graphs(self) -> int | None:
@@ -160,7 +161,8 @@ class _Steps(Trainer):
             self._graphs = None
 
     def _launch(self, data: TrainStep, *, stop: bool) -> StepMetrics | None:
-        self.launching(data)
+        together = self._parallel.together
+        self.launching([batch for batch in data.micro_batches if data.num_trained and (batch.num_trained or together)])
         return super()._launch(data, stop=stop)
 
     def _save(self) -> None:
@@ -206,6 +208,8 @@ class Recorder(Callback):
 
     def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         """A step is launched, the one before it is done."""
+        if self.recorded is not None:
+            return  # many ranks stop some steps after one of them asks for it
         self._called += 1
         self._ends.append(time.perf_counter())
         if self._profiler is not None:
@@ -267,11 +271,9 @@ class Recorder(Callback):
         self._traces[name] = path
         self._recordings[name] = without_lead(recording)
 
-    def see(self, data: TrainStep) -> None:
+    def see(self, batches: Sequence[PackedBatch]) -> None:
         """Note the documents of a step's micro-batches, and when they came, on the clock of the steps."""
-        for batch in data.micro_batches:
-            if batch.num_trained:  # nothing is done with others
-                self._batches.append((self._called, batch.segments.tokens, batch.segments.lengths))
+        self._batches += [(self._called, batch.segments.tokens, batch.segments.lengths) for batch in batches]
 
     def _collect(self, trainer: _Steps) -> Recorded:
         first = self.most - self._steps
