@@ -184,6 +184,20 @@ def test_tokens_are_those_of_the_timed_steps(plan):
     assert found == planned[first : first + 3]
 
 
+@pytest.mark.parametrize("graphs", [None, 0, 2])
+def test_steps_that_were_measured_while_graphs_were_recorded_do_not_count(plan, monkeypatch, graphs):
+    from gapless.profiling import report
+
+    gpu = {"busy_percent": 98.5, "busy_percent_of_plain_steps": 99.0, "causes": [{"ms": 1.0}], "steps": [{}, {}]}
+    profile = {"gpu": gpu, "steps": {"graphs_recorded": graphs}}
+    monkeypatch.setattr(report, "profile", lambda *_, **__: profile)
+    if graphs:
+        with pytest.raises(AssertionError, match="2 graphs were recorded in the measured steps"):
+            answers("profile", plan)
+    else:
+        assert answers("profile", plan)[1] == {"busy": 98.5, "plain": 99.0, "gaps": 0.5}
+
+
 def test_what_is_not_installed_says_so(plan, monkeypatch):
     from cases import finetune_worker
 

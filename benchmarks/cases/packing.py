@@ -35,7 +35,7 @@ class Setting:
     batch: int = 8
     """Documents of a padded batch, as long as its longest."""
     passes: int = 2
-    """Over all documents, that are timed, after one that is not: padded batches have a shape each, which is new once."""
+    """Over all documents, that are timed, after one that is not: each padded batch has a shape that is new once."""
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
 
