@@ -315,6 +315,18 @@ def test_mistakes(inputs, arguments, message, capsys, monkeypatch):
     assert not Path("runs/tiny/report-rank0.json").exists()
 
 
+def test_too_few_steps_with_something_to_train(inputs, tmp_path, monkeypatch):
+    """Skipped steps have no metrics."""
+    launch, nothing = Trainer._launch, iter([False, True, True, True, True, True])
+
+    def skipping(self, data, *, stop):
+        return None if next(nothing, False) else launch(self, data, stop=stop)
+
+    monkeypatch.setattr(Trainer, "_launch", skipping)
+    with pytest.raises(ValueError, match="7 steps of 12 had something to train, and 8 are needed"):
+        record(make_config(inputs, tmp_path / "none", max_steps=2), tmp_path / "profile", steps=1, before=1)
+
+
 def test_a_signal_stops_it(inputs, tmp_path, capsys, monkeypatch):
     """While the profiler runs: it is switched off, and what was begun is removed."""
 

@@ -104,6 +104,11 @@ def record(config: RunConfig, folder: Path, *, steps: int, before: int) -> Recor
         recorder.close()
         if run.rank == 0:
             shutil.rmtree(folder / "run", ignore_errors=True)
+    if recorder.recorded is None and result.stopped_by is None:
+        raise ValueError(
+            f"{recorder.called} steps of {result.step} had something to train, and {recorder.most} are needed; take "
+            "rows with more trained tokens, or larger batches"
+        )
     if recorder.recorded is None:
         print("stopped before its steps were recorded", file=sys.stderr)
         raise SystemExit(result.exit_code)
@@ -182,7 +187,7 @@ class Recorder(Callback):
     def __init__(self, folder: Path, *, steps: int, before: int) -> None:
         """See `record`."""
         self._folder, self._steps, self._before = folder, steps, before
-        self._called = self._first_step = 0
+        self.called = self._first_step = 0
         self._names = ["measured", "traced", "launched"]
         self._graphs: list[int] = []
         self._ends: list[float] = []
@@ -210,17 +215,17 @@ class Recorder(Callback):
         """A step is launched, the one before it is done."""
         if self.recorded is not None:
             return  # many ranks stop some steps after one of them asks for it
-        self._called += 1
+        self.called += 1
         self._ends.append(time.perf_counter())
         if self._profiler is not None:
             self._profiler.step()
         assert isinstance(trainer, _Steps)
-        since = self._called - self._before - self._steps
+        since = self.called - self._before - self._steps
         if since == 0:
             self._first_step = int(metrics["step"]) + _LEAD + 2  # two more are launched by then
         if since in (_LEAD, _LEAD + self._steps):
             self._graphs.append(trainer.graphs or 0)
-        if self._called == self.most:
+        if self.called == self.most:
             self._stop()
             self.recorded = self._collect(trainer)
             trainer.stop()
@@ -273,7 +278,7 @@ class Recorder(Callback):
 
     def see(self, batches: Sequence[PackedBatch]) -> None:
         """Note the documents of a step's micro-batches, and when they came, on the clock of the steps."""
-        self._batches += [(self._called, batch.segments.tokens, batch.segments.lengths) for batch in batches]
+        self._batches += [(self.called, batch.segments.tokens, batch.segments.lengths) for batch in batches]
 
     def _collect(self, trainer: _Steps) -> Recorded:
         first = self.most - self._steps
