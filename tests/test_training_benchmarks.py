@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,6 +170,49 @@ def test_our_side_and_transformers_train_the_same(plan, lora):
     assert disagreement(ours, theirs, plan.slack) is None
     still = Measured(**answers("hf", replace(plan, learning_rate=plan.learning_rate / 2))[1])
     assert "the loss of step" in disagreement(ours, still, plan.slack)
+
+
+def test_adapters_of_peers_compute_in_the_dtype_of_the_model(plan):
+    from cases.finetune_worker import build_transformers
+
+    answers("gapless", plan)  # writes the adapter
+    model = build_transformers(plan)
+    seen = set()
+    for name, module in model.named_modules():
+        if name.endswith((".lora_A.default", ".lora_B.default")):
+            module.register_forward_hook(lambda module, given, out: seen.add((module.weight.dtype, out.dtype)))
+    model(input_ids=torch.ones(1, 8, dtype=torch.long))
+    assert seen == {(torch.bfloat16, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_unsloth_recomputes_only_where_all_do(plan, monkeypatch, recompute):
+    """Its `for_training` switches that on unless told otherwise."""
+    import peft
+    from cases.finetune_worker import build_unsloth
+    from transformers import AutoModelForCausalLM
+
+    class FastLanguageModel:
+        recomputes = None
+
+        @staticmethod
+        def from_pretrained(path, **_):
+            return AutoModelForCausalLM.from_pretrained(path), None
+
+        @classmethod
+        def get_peft_model(cls, model, *, use_gradient_checkpointing, **settings):
+            cls.recomputes = bool(use_gradient_checkpointing)
+            return peft.get_peft_model(model, peft.LoraConfig(**settings))
+
+        @classmethod
+        def for_training(cls, model, use_gradient_checkpointing=True):
+            cls.recomputes = use_gradient_checkpointing
+
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=FastLanguageModel))
+    plan = replace(plan, recompute=recompute)
+    answers("gapless", plan)  # writes the adapter
+    build_unsloth(plan)
+    assert FastLanguageModel.recomputes == recompute
 
 
 def test_tokens_are_those_of_the_timed_steps(plan):
