@@ -4,11 +4,11 @@
 
 Ours is a run of the trainer with its loader, random weights in the shape of a known model, and documents of other
 lengths in every timed step; its peers, transformers with PEFT, the same with Liger's kernels, and Unsloth, train the
-same documents from the same weights and adapters. Each side is a process of its own; they take turns, so far as they
-fit on the card together. Losses and gradient norms of the first steps are compared: a case in which no peer agrees with
-ours is not recorded, a peer that does not is left out, as is one that is not installed. Rows go to
-benchmarks/results/finetune_gpu.json. Exits with 1 if a case failed; a bar that was missed is said in the table and is
-no failure.
+same documents from the same weights and adapters (transformers' in bf16, ours in float32 with copies in bf16). Each
+side is a process of its own; they take turns, so far as they fit on the card together. Losses and gradient norms of the
+first steps are compared: a case in which no peer agrees with ours is not recorded, a peer that does not is left out, as
+is one that is not installed. Rows go to benchmarks/results/finetune_gpu.json. Exits with 1 if a case failed; a bar that
+was missed is said in the table and is no failure.
 
 Models and logs of the sides are in the work folder, a temporary one by default: an 8B model takes 16 GB there. It is
 written once for all cases, and for later runs with the same --work.

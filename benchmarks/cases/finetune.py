@@ -4,8 +4,9 @@ The limit, in tokens/s: linear layers take what a plain bf16 matmul of their sha
 full fine-tuning a forward, a gradient of the input and one of the weight, with adapters the last of these for the
 adapters alone, whose FLOPs count at the rate of the others. Attention has the FLOPs of the documents' true lengths,
 causal, (1 + 2.5) x 2 n^2 x heads x head_dim, at 6/7 of the rate of these matmuls: what the best kernels reach of it on
-this chip (600 of 700 TFLOP/s). Layers that are recomputed take their forward once more. Norms, activations, the loss
-and the optimizer take nothing, and the padding of a row is not paid for.
+this chip (600 of 700 TFLOP/s). Layers that are recomputed take their forward once more, but for their last product,
+whose values nobody needs again. Norms, activations, the loss and the optimizer take nothing, and the padding of a row
+is not paid for.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row, free_memory, medians
+from common import Row, free_memory, medians, one_line
 
 from cases import Rates
 from cases.finetune_plan import LLAMA_1B, LLAMA_8B, QWEN3_06B, SMOLLM2_135M, Plan, R, knows, lengths, prepare
-from cases.finetune_sides import Comparison, NotInstalled, Side, compare
+from cases.finetune_sides import Comparison, NotInstalled, Side, SideError, compare
 from cases.finetune_worker import LEAD
 
 PEERS = ("hf", "hf-liger", "unsloth")
@@ -114,8 +115,9 @@ CASES: dict[str, Case] = {
         note=f"Qwen3-0.6B shape; {_PACKED}; ours as CUDA graphs",
     ),
 }
-BUSY = "busy-lora-8b"
-NAMES = (*CASES, BUSY)
+BUSY = {"busy-lora-8b-eager": (False, 97.0), "busy-lora-8b": (True, 99.0)}
+"""`lora-8b` by our own profiler: whether its steps are CUDA graphs, and the bar in %."""
+NAMES = (*CASES, *BUSY)
 
 
 def plan_of(name: str, case: Case, work: Path, pairs: int, **changed: Any) -> Plan:
@@ -152,7 +154,13 @@ def rows(
         prepare(variant)
     limit = most_tokens_per_second(plan, rates)
     found = compare(plan, peers, alone=case.alone, variants=variants)
-    busy = {} if not case.profiled else {f"busy_percent_{key}": value for key, value in profiled(plan).items()}
+    busy: dict[str, float] = {}
+    if case.profiled:
+        try:
+            busy = profiled(plan)
+        except SideError as error:  # what was measured stays
+            found.left_out["the profile"] = one_line(error)
+            print(f"  {name}: how busy the GPU is stays unknown: {error}", flush=True)
     return [row_of(name, case, found, limit, busy)]
 
 
@@ -185,38 +193,37 @@ def row_of(name: str, case: Case, found: Comparison, limit: float, beside: Mappi
 # ---- how busy the GPU is ----
 
 
+_SHARE, _OF_PLAIN, _GAPS = "GPU busy %", "GPU busy % of steps without the profiler", "gaps over 5 us, ms a step"
+
+
 def profiled(plan: Plan) -> dict[str, float]:
-    """GPU busy in % of recorded steps, of steps without the profiler's cost, and what gaps over 5 us take (ms a step).
+    """GPU busy of recorded steps, of steps without the profiler's cost, and what gaps take.
 
     Nothing where this version has no profiler.
     """
     with Side("profile", plan) as side:
         try:
-            return side.begin()
+            found = side.begin()
         except NotInstalled as error:
             print(f"  {plan.name}: how busy the GPU is stays unknown: {error}", flush=True)
             return {}
+    return {_SHARE: found["busy"], _OF_PLAIN: found["plain"], _GAPS: found["gaps"]}
 
 
-def busy_rows(rates: Rates, *, work: Path, **changed: Any) -> list[Row]:
-    """`lora-8b` by our own profiler: a row as plain launches, and one as CUDA graphs where there are any."""
-    found = []
-    ways = {"eager": (f"{BUSY}-eager", False, 97.0), "graph": (BUSY, True, 99.0)}
-    for way, (name, graphs, bar) in ways.items():
-        if graphs and not knows(GRAPHS):
-            print(f"{name} is skipped: run files have no {GRAPHS}", flush=True)
-            continue
-        plan = plan_of(name, CASES["lora-8b"], work, 4, **changed)
-        plan = replace(plan, settings=plan.settings | ({GRAPHS: graphs} if knows(GRAPHS) else {}))
-        prepare(plan)
-        busy = profiled(plan)
-        if not busy:
-            continue
-        note = f"{_AT_8B}; {_ROWS}; {way}"
-        gaps = {"gaps_ms_per_step": busy["gaps"], "of steps without the profiler": busy["plain"]}
-        row = Row(case=name, unit="% busy", gapless=busy["busy"], limit=100.0, beside=gaps, note=note, bar=bar)
-        found.append(row)
-    return found
+def busy_rows(rates: Rates, *, name: str, work: Path, **changed: Any) -> list[Row]:
+    """A case of `BUSY`; no row where there are no CUDA graphs, or no profiler."""
+    graphs, bar = BUSY[name]
+    if graphs and not knows(GRAPHS):
+        print(f"{name} is skipped: run files have no {GRAPHS}", flush=True)
+        return []
+    plan = plan_of(name, CASES["lora-8b"], work, 4, **changed)
+    plan = replace(plan, settings=plan.settings | ({GRAPHS: graphs} if knows(GRAPHS) else {}))
+    prepare(plan)
+    beside = profiled(plan)
+    if not beside:
+        return []
+    note = f"{_AT_8B}; {_ROWS}; {'CUDA graphs' if graphs else 'plain launches'}"
+    return [Row(case=name, unit="% busy", gapless=beside.pop(_SHARE), limit=100.0, beside=beside, note=note, bar=bar)]
 
 
 # ---- the limit ----
@@ -225,13 +232,13 @@ def busy_rows(rates: Rates, *, work: Path, **changed: Any) -> list[Row]:
 def most_tokens_per_second(plan: Plan, rates: Rates) -> float:
     """See the head of this file."""
     tokens = plan.rows * plan.row_tokens
-    matmuls, flops, forward = linear_layers(plan.shape, tokens, lora=plan.lora, device=plan.device)
+    matmuls, flops, again = linear_layers(plan.shape, tokens, lora=plan.lora, device=plan.device)
     rate = flops / matmuls
     if plan.lora:
         forwards = 1 + plan.recompute
         matmuls += (4 + 2 * forwards) * adapter_elements(plan.shape) * tokens / rate
     if plan.recompute:
-        matmuls += forward
+        matmuls += again
     documents = lengths(plan)[plan.checked * plan.rows :]
     squares = sum(length**2 for length in documents) / sum(documents)
     attention = 2 * squares * _width(plan.shape) * plan.shape["num_hidden_layers"] * (3.5 + plan.recompute)
@@ -275,8 +282,8 @@ def adapter_elements(shape: Mapping[str, Any]) -> int:
 
 
 def linear_layers(shape: Mapping[str, Any], tokens: int, *, lora: bool, device: str) -> tuple[float, float, float]:
-    """Milliseconds and FLOPs of a step's matmuls without adapters, and milliseconds of the layers' forward alone."""
-    time = flops = forward = 0.0
+    """Milliseconds and FLOPs of a step's matmuls without adapters, and milliseconds of what recomputed layers add."""
+    time = flops = again = 0.0
     for name, (inputs, outputs, count) in linear_shapes(shape).items():
         x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
         weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
@@ -288,19 +295,19 @@ def linear_layers(shape: Mapping[str, Any], tokens: int, *, lora: bool, device: 
         of_one = 2.0 * tokens * inputs * outputs
         time += count * sum(times.values())
         flops += count * of_one * len(works)
-        if name != "head":
-            forward += count * times["forward"]
+        if name not in ("head", "down"):  # a layer's last product is not made again
+            again += count * times["forward"]
         del x, weight, grad, works
         free_memory()
-    return time, flops, forward
+    return time, flops, again
 
 
 def cases(work: Path, names: Sequence[str], peers: Sequence[str] | None) -> dict[str, Any]:
     """Functions of the machine's rates, by name."""
     found: dict[str, Any] = {}
     for name in names:
-        if name == BUSY:
-            found[name] = partial(busy_rows, work=work)
+        if name in BUSY:
+            found[name] = partial(busy_rows, name=name, work=work)
         else:
             found[name] = partial(rows, name=name, case=CASES[name], work=work, peers=peers)
     return found

@@ -38,7 +38,8 @@ PACKAGES = {
     "unsloth": ("unsloth", "transformers", "peft"),
 }
 """What each side imports, in this order."""
-PROFILED = {"steps": 4, "before": 8}
+PROFILED = {"steps": 4, "before": 24}
+"""Steps that are recorded, and those that warm up: packed rows bring graphs that are new for some time."""
 
 
 class Channel(Protocol):
@@ -173,6 +174,8 @@ def our_profile(plan: Plan, channel: Channel) -> None:
     gpu = report["gpu"]
     if gpu is None:
         raise RuntimeError("nothing of a GPU was recorded")
+    if recorded := report["steps"]["graphs_recorded"]:
+        raise RuntimeError(f"{recorded} graphs were recorded in the measured steps, which takes time")
     channel.send({"busy": gpu["busy_percent"], "plain": gpu["busy_percent_of_plain_steps"], "gaps": _gaps(gpu)})
 
 
@@ -269,7 +272,8 @@ def build_transformers(plan: Plan) -> torch.nn.Module:
 
     if plan.recompute:
         model.enable_input_require_grads()
-    return PeftModel.from_pretrained(model, plan.adapter, is_trainable=True)
+    # Its default is adapters of float32, whose products are of float32 too where nothing casts them back.
+    return PeftModel.from_pretrained(model, plan.adapter, is_trainable=True, autocast_adapter_dtype=False)
 
 
 def build_liger(plan: Plan) -> torch.nn.Module:
@@ -300,7 +304,7 @@ def build_unsloth(plan: Plan) -> torch.nn.Module:
     result = set_peft_model_state_dict(model, load_file(plan.adapter / WEIGHTS_FILE))
     if result.unexpected_keys:
         raise ValueError(f"the adapter does not fit: {result.unexpected_keys[:3]}")
-    fast.for_training(model)
+    fast.for_training(model, use_gradient_checkpointing=plan.recompute)  # by default it would turn it on again
     return model
 
 

@@ -35,9 +35,7 @@ class Setting:
     batch: int = 8
     """Documents of a padded batch, as long as its longest."""
     passes: int = 2
-    """Over all documents, that are timed."""
-    warm_up: int = 3
-    """Steps of each before."""
+    """Over all documents, that are timed, after one that is not: each padded batch has a shape that is new once."""
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
 
@@ -60,13 +58,12 @@ def rows(setting: Setting = SETTING) -> list[Row]:
     }
     longest = max(padded, key=lambda step: step.micro_batches[0].layout.tokens)
     training.step(_on_device(longest, training.device))  # the allocator has what it needs from now on
-    for steps in ways.values():
-        for _, step in zip(range(setting.warm_up), steps(), strict=False):
-            training.step(step)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(setting.passes):
+    for number in range(1 + setting.passes):
         for name, steps in ways.items():
-            times[name].append(_seconds(training, steps()))
+            seconds = _seconds(training, steps())
+            if number:
+                times[name].append(seconds)
     trained = int(store.trained.sum())
     rates = {name: trained / median(seconds) for name, seconds in times.items()}
     limit = tokens["padded"] / tokens["packed"]

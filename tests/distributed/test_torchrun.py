@@ -116,6 +116,22 @@ def train_in_pool(rank, size, run_file, output):
     Trainer(config).train()
 
 
+@pytest.mark.slow
+def test_profile(folder):
+    """Each rank writes files of its own, rank 0 shows its tables; one step, after which ranks go on for some more."""
+    (folder / "run.toml").write_text(RUN_FILE + LORA_FSDP)
+    command = [*TORCHRUN[:-2], "profile", "run.toml", "--steps", "1", "--before", "1"]
+    assert start(folder, *command).wait(60) == 0, (folder / "stderr").read_text()
+    assert not (folder / "run").exists()
+    kinds = [("report", "json"), ("timeline", "html"), ("trace-measured", "json.gz"), ("trace-traced", "json.gz")]
+    names = {f"{name}-rank{rank}.{end}" for name, end in kinds for rank in range(2)}
+    assert {path.name for path in (folder / "run-profile").iterdir()} == {"tokens"} | names
+    for rank in range(2):
+        report = json.loads((folder / "run-profile" / f"report-rank{rank}.json").read_text())
+        assert (report["rank"], report["steps"]["recorded"], report["steps"]["micro_batches"]) == (rank, 1, 4)
+    assert (folder / "stdout").read_text().count("Operations on the host") == 1
+
+
 @torch.no_grad()
 def assert_loads(merged: Path, run_folder: Path) -> None:
     tokens = torch.randint(0, 100, (20,), generator=torch.Generator().manual_seed(0))

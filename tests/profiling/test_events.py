@@ -125,9 +125,10 @@ def test_nested_events():
     assert nest.children_time()[nest.events.index(outer)] == us(90)
 
 
-def test_memory_by_part_of_the_step():
+@pytest.mark.parametrize("prefix", ["", "FSDP"])
+def test_memory_by_part_of_the_step(prefix):
     def module(name, start, end):
-        return frame(None, f"nn.Module: {name}", start, end)
+        return frame(None, f"nn.Module: {prefix}{name}", start, end)
 
     counters = [(5, 10), (12, 40), (15, 50), (25, 70), (35, 60), (50, 90), (60, 20), (75, 30)]
     seen = read_trace(TRACE)

@@ -61,6 +61,9 @@ def test_bytes_of_operations(operation, size):
         ("_rotate_backward", shaped("_RotateQKVBackward", (4, 6, 8), (4, 2, 8), (4, 2, 8)), 4 * (10 + 10) * 8 * 2),
         ("_loss_kernel", shaped("_FusedLinearCrossEntropy", (4, 6), (9, 6)), None),
         ("_norm_forward", op("_RMSNorm", 0, 9), None),
+        # Made again for the gradient of A, whose function has the gradient of the layer's output as its input.
+        ("_norm_forward", shaped("_LoraLinearBackward", (4, 36)), None),
+        ("_gate_forward", shaped("_LoraLinearBackward", (4, 6)), None),
     ],
 )
 def test_bytes_of_kernels(name, operation, size):

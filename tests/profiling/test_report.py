@@ -4,8 +4,10 @@ import io
 import json
 import os
 import signal
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +16,15 @@ from runs import make_config, write_inputs
 from synthetic import call, frame, kernel, mark, op, recording, step
 
 from gapless import cli
+from gapless.batch import BatchLayout
 from gapless.profiling.limits import AttentionWork, Rates
-from gapless.profiling.record import Recorded, Recorder, record
+from gapless.profiling.record import Recorded, Recorder, _Steps, record
 from gapless.profiling.report import show
 from gapless.profiling.summary import analyse
 from gapless.profiling.timeline import page
 from gapless.training import trainer as trainer_module
-from training.steps import Again
+from gapless.training.trainer import Trainer
+from training.steps import Again, varied_steps
 
 BF16 = "c10::BFloat16"
 
@@ -99,6 +103,24 @@ def test_numbers_of_a_gpu(recorded):
         ("cudaStreamSynchronize", 1, "gapless/training/step.py:60 in </script><b>"),
         ("cudaMemcpyAsync: Memcpy DtoH (Device -> Pageable)", 1, "gapless/training/step.py:60 in </script><b>"),
     ]
+
+
+@pytest.mark.parametrize(("calls", "forwards"), [(1, 2), (2, 1), (3, None)])
+def test_attention_has_a_limit_where_layers_ran_equally_often(recorded, calls, forwards):
+    """Two launches in two steps: each layer twice, once, or who knows."""
+    changed = replace(recorded, attention=AttentionWork(forward=6 * 10**9, backward=15 * 10**9, calls=calls))
+    changed = replace(changed, traced=with_backward(changed.traced))
+    kinds = {row["kind"]: row for row in analyse(changed, "made up").report["kinds"]}
+    limits = [kinds[f"attention {part}"]["limit_ms"] for part in ("forward", "backward")]
+    assert limits == ([None, None] if forwards is None else pytest.approx([forwards * 3 / 1e3, 7.5 / 1e3]))
+
+
+def with_backward(seen):
+    """The recording with the backward of attention in place of the norm."""
+    activities = [
+        replace(event, name="hopper_backward") if event.name == "_norm_forward" else event for event in seen.activities
+    ]
+    return replace(seen, activities=tuple(activities))
 
 
 def test_tables_show_it(recorded):
@@ -212,6 +234,38 @@ def test_full_fine_tuning(inputs, tmp_path):
     assert any(frame.caller and frame.file for frame in found.traced.frames)
 
 
+def test_steps_that_follow_change_nothing(inputs, tmp_path, monkeypatch):
+    """Many ranks stop up to two steps after one of them asks for it, and read the metrics of all."""
+    own, collected = Recorder.on_step_end, []
+
+    def on_step_end(recorder, trainer, metrics):
+        own(recorder, trainer, metrics)
+        if recorder.recorded is not None:
+            collected.append(recorder.recorded)
+            for _ in range(4):
+                own(recorder, trainer, metrics)
+            assert recorder.recorded is collected[0]
+
+    monkeypatch.setattr(Recorder, "on_step_end", on_step_end)
+    found = record(make_config(inputs, tmp_path / "none", max_steps=2), tmp_path / "profile", steps=1, before=1)
+    assert found is collected[0]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_micro_batches_that_run_are_counted(monkeypatch, together):
+    """Without trained tokens a rank leaves one out, unless its layers are other ranks', too; if all are, the step."""
+    seen, run = [], object.__new__(_Steps)
+    run._parallel, run.launching = SimpleNamespace(together=together), seen.append
+    monkeypatch.setattr(Trainer, "_launch", lambda *_, **__: None)
+    steps = varied_steps(BatchLayout(rows=1, row_tokens=12, row_documents=3), 8)
+    for data in steps:
+        run._launch(data, stop=False)
+    trained = [[bool(batch.num_trained) for batch in data.micro_batches] for data in steps[:-1]]
+    assert [len(batches) for batches in seen[:-1]] == [len(each) if together else sum(each) for each in trained]
+    assert not all(map(all, trained))
+    assert seen[-1] == []
+
+
 def test_steps_that_are_graphs(inputs, tmp_path, monkeypatch):
     """Lines are those of replays; shapes and memory those of steps launched kernel by kernel."""
     recorders = []
@@ -259,6 +313,18 @@ def test_mistakes(inputs, arguments, message, capsys, monkeypatch):
     assert cli.main(["profile", "run.toml", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not Path("runs/tiny/report-rank0.json").exists()
+
+
+def test_too_few_steps_with_something_to_train(inputs, tmp_path, monkeypatch):
+    """Skipped steps have no metrics."""
+    launch, nothing = Trainer._launch, iter([False, True, True, True, True, True])
+
+    def skipping(self, data, *, stop):
+        return None if next(nothing, False) else launch(self, data, stop=stop)
+
+    monkeypatch.setattr(Trainer, "_launch", skipping)
+    with pytest.raises(ValueError, match="7 steps of 12 had something to train, and 8 are needed"):
+        record(make_config(inputs, tmp_path / "none", max_steps=2), tmp_path / "profile", steps=1, before=1)
 
 
 def test_a_signal_stops_it(inputs, tmp_path, capsys, monkeypatch):

@@ -30,6 +30,17 @@ _BYTES = {
     "bool": 1,
 }
 """Bytes of an element, by the names that traces have for dtypes."""
+_FUNCTIONS = {
+    "_norm_forward": "_RMSNorm",
+    "_wide_norm_forward": "_RMSNorm",
+    "_norm_backward": "_RMSNorm",
+    "_gate_forward": "_Gated",
+    "_gate_backward": "_Gated",
+    "_rotate_forward": "_RotateQKV",
+    "_rotate_backward": "_RotateQKV",
+    "_dropout_kernel": "_Dropout",
+}
+"""Our kernels whose bytes follow from the inputs of an autograd function, and that function."""
 TRACE_NAMES = {torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half", torch.float32: "float"}
 _MATMUL_SIZE, _COPY_BYTES, _SECONDS = 8192, 2**29, 0.2
 
@@ -116,9 +127,10 @@ def kernel_bytes(name: str, op: Op) -> int | None:
         op: the autograd function that launched it, forward or backward, whose inputs tell the sizes.
     """
     sizes = _input_bytes(op)
-    if not sizes or not sizes[0]:
+    # What a layer makes again of its input is launched by another function, whose inputs are not those of the kernel.
+    if not sizes or not sizes[0] or op.name.removesuffix("Backward") != _FUNCTIONS.get(name):
         return None
-    first, backward = sizes[0], op.name.endswith("Backward")
+    first = sizes[0]
     if name in ("_norm_forward", "_wide_norm_forward"):
         return 2 * first
     if name == "_norm_backward":  # gradient and input, and the input's gradient
@@ -130,11 +142,9 @@ def kernel_bytes(name: str, op: Op) -> int | None:
     if name == "_rotate_forward":  # [T, K, G + 2, D]: queries and keys, not the values
         parts = op.shapes[0][2]
         return 2 * first * (parts - 1) // parts
-    if name == "_rotate_backward" and backward:
+    if name == "_rotate_backward":
         return 2 * sum(sizes[:3])
-    if name == "_dropout_kernel":
-        return 2 * first
-    return None
+    return 2 * first  # of dropout
 
 
 def _input_bytes(op: Op) -> list[int]:

@@ -10,7 +10,8 @@ from gapless.profiling.events import Frame, HostEvent, Mark, Recording
 from gapless.profiling.host import Host, our_file
 from gapless.training.trainer import NEXT_BATCH
 
-_LAYER = re.compile(r"nn\.Module: DecoderLayer_(\d+)")
+# FSDP2 makes each module one of a class of its own.
+_LAYER, _DECODER = (re.compile(rf"nn\.Module: (?:FSDP)?{name}_(\d+)") for name in ("DecoderLayer", "Decoder"))
 _PHASES = (
     (("gapless/training/optim.py", "step"), "optimizer"),
     (("gapless/training/optim.py", "squares"), "optimizer"),
@@ -62,7 +63,7 @@ def where(stack: Sequence[HostEvent]) -> str:
         layer = _LAYER.fullmatch(event.name)
         if layer:
             return f"forward of layer {layer[1]}"
-        if event.name.startswith("nn.Module: Decoder_"):
+        if _DECODER.fullmatch(event.name):
             place = "forward"
         place = next((name for key, name in _PHASES if key == (our_file(event.file), event.function)), place)
     return place

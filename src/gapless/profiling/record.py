@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from gapless.batch import PackedBatch
 from gapless.config import LoggingConfig, OptimConfig, RunConfig
 from gapless.data.loader import TrainStep
 from gapless.inference.load import DTYPES
@@ -103,6 +104,11 @@ def record(config: RunConfig, folder: Path, *, steps: int, before: int) -> Recor
         recorder.close()
         if run.rank == 0:
             shutil.rmtree(folder / "run", ignore_errors=True)
+    if recorder.recorded is None and result.stopped_by is None:
+        raise ValueError(
+            f"{recorder.called} steps of {result.step} had something to train, and {recorder.most} are needed; take "
+            "rows with more trained tokens, or larger batches"
+        )
     if recorder.recorded is None:
         print("stopped before its steps were recorded", file=sys.stderr)
         raise SystemExit(result.exit_code)
@@ -145,8 +151,8 @@ def profiled(config: RunConfig, folder: Path, steps: int) -> RunConfig:
 class _Steps(Trainer):
     """A run of which nothing is kept."""
 
-    launching: Callable[[TrainStep], None]
-    """Called with the batches of each step."""
+    launching: Callable[[Sequence[PackedBatch]], None]
+    """Called with the micro-batches of each step that run."""
 
     @property
     def graphs(self) -> int | None:
@@ -160,7 +166,8 @@ class _Steps(Trainer):
             self._graphs = None
 
     def _launch(self, data: TrainStep, *, stop: bool) -> StepMetrics | None:
-        self.launching(data)
+        together = self._parallel.together
+        self.launching([batch for batch in data.micro_batches if data.num_trained and (batch.num_trained or together)])
         return super()._launch(data, stop=stop)
 
     def _save(self) -> None:
@@ -180,7 +187,7 @@ class Recorder(Callback):
     def __init__(self, folder: Path, *, steps: int, before: int) -> None:
         """See `record`."""
         self._folder, self._steps, self._before = folder, steps, before
-        self._called = self._first_step = 0
+        self.called = self._first_step = 0
         self._names = ["measured", "traced", "launched"]
         self._graphs: list[int] = []
         self._ends: list[float] = []
@@ -206,17 +213,19 @@ class Recorder(Callback):
 
     def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         """A step is launched, the one before it is done."""
-        self._called += 1
+        if self.recorded is not None:
+            return  # many ranks stop some steps after one of them asks for it
+        self.called += 1
         self._ends.append(time.perf_counter())
         if self._profiler is not None:
             self._profiler.step()
         assert isinstance(trainer, _Steps)
-        since = self._called - self._before - self._steps
+        since = self.called - self._before - self._steps
         if since == 0:
             self._first_step = int(metrics["step"]) + _LEAD + 2  # two more are launched by then
         if since in (_LEAD, _LEAD + self._steps):
             self._graphs.append(trainer.graphs or 0)
-        if self._called == self.most:
+        if self.called == self.most:
             self._stop()
             self.recorded = self._collect(trainer)
             trainer.stop()
@@ -267,11 +276,9 @@ class Recorder(Callback):
         self._traces[name] = path
         self._recordings[name] = without_lead(recording)
 
-    def see(self, data: TrainStep) -> None:
+    def see(self, batches: Sequence[PackedBatch]) -> None:
         """Note the documents of a step's micro-batches, and when they came, on the clock of the steps."""
-        for batch in data.micro_batches:
-            if batch.num_trained:  # nothing is done with others
-                self._batches.append((self._called, batch.segments.tokens, batch.segments.lengths))
+        self._batches += [(self.called, batch.segments.tokens, batch.segments.lengths) for batch in batches]
 
     def _collect(self, trainer: _Steps) -> Recorded:
         first = self.most - self._steps

@@ -248,10 +248,11 @@ def _bound_attention(recorded: Recorded, by_kind: dict[Kind, _Sum], by_name: dic
     if work is None or rates is None or not work.calls:
         return
     forwards = sum(entry.launches for (name, _), entry in by_name.items() if name in _FORWARDS)
-    if "attention forward" in by_kind and forwards and forwards % work.calls == 0:
-        entry = by_kind["attention forward"]  # more than once a layer where layers are recomputed
-        entry.bounds, entry.bounded = {0: forwards // work.calls * work.forward / rates.matmul}, entry.time
-    if "attention backward" in by_kind and forwards:
+    if not forwards or forwards % work.calls:
+        return
+    entry = by_kind["attention forward"]  # more than once a layer where layers are recomputed
+    entry.bounds, entry.bounded = {0: forwards // work.calls * work.forward / rates.matmul}, entry.time
+    if "attention backward" in by_kind:
         entry = by_kind["attention backward"]
         entry.bounds, entry.bounded = {0: work.backward / rates.matmul}, entry.time
 
