@@ -18,14 +18,14 @@ from functools import partial
 
 import torch
 from cases import metadata
-from common import print_failed, print_table, run_cases
+from common import print_failed, print_table, require_gpu, run_cases
 
 CASES = {f"metadata-{n}": partial(metadata.rows, f"metadata-{n}", metadata.setting_of(n)) for n in (16, 32, 64)}
 
 
 def selected(names: str | None) -> list[str]:
     """The cases of a comma-separated list; all without one."""
-    wanted = list(CASES) if names is None else names.split(",")
+    wanted = list(CASES) if names is None else names.replace(" ", "").split(",")
     if unknown := [name for name in wanted if name not in CASES]:
         sys.exit(f"error: no case is {', '.join(unknown)}; there are {', '.join(CASES)}")
     return wanted
@@ -40,6 +40,7 @@ def main() -> int:
     if options.list:
         print("\n".join(names))
         return 0
+    require_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
     command = f"python benchmarks/ablations.py{f' --cases {options.cases}' if options.cases else ''}"
     rows, failed = run_cases("ablations", {name: CASES[name] for name in names}, command)

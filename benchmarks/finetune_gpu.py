@@ -28,14 +28,14 @@ from cases import measure_rates
 from cases.finetune import NAMES, PEERS, cases
 from cases.finetune_plan import Plan
 from cases.finetune_worker import PACKAGES, Lines, work
-from common import print_failed, print_table, run_cases
+from common import print_failed, print_table, require_gpu, run_cases
 
 
 def chosen(given: str | None, known: tuple[str, ...], kind: str) -> list[str] | None:
     """The names of a comma-separated list; None if there is none."""
     if given is None:
         return None
-    names = given.split(",")
+    names = given.replace(" ", "").split(",")
     if unknown := [name for name in names if name not in known]:
         sys.exit(f"error: no {kind} is {', '.join(unknown)}; there are {', '.join(known)}")
     return names
@@ -63,6 +63,7 @@ def main() -> int:
         print("\n".join(names))
         return 0
     peers = chosen(options.peers, PEERS, "peer")
+    require_gpu()
     with ExitStack() as stack:
         folder = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = folder.resolve()

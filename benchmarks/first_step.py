@@ -4,7 +4,7 @@
 
 The model has random weights and layers of Llama-3.1-8B's sizes. Each line is a run by itself: seconds from its start to
 the end of the load, from there to the first step's loss, from there to the next, and how much was put in the cache
-before the load ended and after the run had waited. "alone" compiles nothing ahead.
+before the load ended and after the run had waited. "alone" compiles nothing ahead. Exits with 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import torch
+from common import require_gpu
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gapless.config import AdapterConfig, DataConfig, LoggingConfig, ModelConfig, RunConfig, TrainingConfig
@@ -62,8 +63,8 @@ def write_rows(path: Path, max_length: int) -> None:
             file.write(json.dumps({"text": " ".join(WORDS * (1 + (row % 8) * max_length // 512 // 8))}) + "\n")
 
 
-def run(config: RunConfig, work: Path, cache: Path, *, ahead: bool) -> str:
-    """Train; the line of a table."""
+def run(config: RunConfig, work: Path, cache: Path, *, ahead: bool) -> str | None:
+    """Train; the line of a table, None if the run failed."""
     file = work / "run.toml"
     file.write_text(dump_config(config))
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
@@ -83,18 +84,23 @@ def run(config: RunConfig, work: Path, cache: Path, *, ahead: bool) -> str:
             if "step 2/" in marks:
                 process.kill()  # what comes after it is not asked for
     if "step 2/" not in marks:
-        return f"failed, exit code {process.returncode}"
+        return None
     loaded, first, second = (marks[mark] for mark in ("training", "step 1/", "step 2/"))
     late = kept["step 2/"] - kept.get("compiled", kept["training"])
     return f"{loaded:8.1f} {first - loaded:12.1f} {second - first:12.2f} {kept['training']:10} {late:10}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--max-length", type=int, default=8192)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--max-length", type=int, default=8192, help="tokens of a packed row; 512 or more")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args()
+    if options.layers < 1 or options.max_length < 512:
+        parser.error("--layers must be at least 1, and --max-length 512")
+    if options.device == "cuda":
+        require_gpu()
+    failed = 0
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         write_model(work / "model", options.layers)
@@ -115,9 +121,11 @@ def main() -> None:
                     logging=LoggingConfig(report_to=()),
                 )
                 line = run(config, work, work / cache, ahead=ahead)
-                print(f"{kind} {label}".ljust(24) + line, flush=True)
+                print(f"{kind} {label}".ljust(24) + (line or "failed"), flush=True)
+                failed += line is None
                 shutil.rmtree(work / "run", ignore_errors=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

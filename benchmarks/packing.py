@@ -15,11 +15,12 @@ import sys
 
 import torch
 from cases import packing
-from common import print_failed, print_table, run_cases
+from common import print_failed, print_table, require_gpu, run_cases
 
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    require_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
     rows, failed = run_cases("packing", {"packing": packing.rows}, "python benchmarks/packing.py")
     print_table(rows)

@@ -182,8 +182,8 @@ def _profile(args: list[str]) -> int:
     config = _load_run(options.run_file, overrides)
     run = Path(config.training.output_dir)
     folder = Path(options.output or run.with_name(f"{run.name}-profile"))
-    if folder.absolute() == run.absolute():
-        raise ValueError(f"{folder} is the run's own folder; choose another --output")
+    if folder.resolve().is_relative_to(run.resolve()):
+        raise ValueError(f"{folder} is the run's own folder or in it; choose another --output")
 
     from gapless.parallel.watch import CommandExit
     from gapless.profiling.report import profile

@@ -1,5 +1,6 @@
 """The report and the page of made-up steps on a GPU, and of real ones on a CPU."""
 
+import fcntl
 import io
 import json
 import os
@@ -73,7 +74,7 @@ def recorded():
         rates=Rates(matmul=1e15, copy=1e12, dtype=BF16),
         attention=AttentionWork(forward=6 * 10**9, backward=15 * 10**9, calls=2),
         update_bytes=10**6,
-        micro_batches=1,
+        micro_batches=(1, 2),
         tokens=1000,
     )
 
@@ -212,7 +213,7 @@ def test_the_command(inputs, capsys):
     assert report["gpu"] is report["kinds"] is report["memory"] is report["rates"] is None
     assert report["steps"]["first"] == 1 + 2 + 4
     assert report["steps"]["recorded"] == len(report["steps"]["plain_ms"]) == len(report["steps"]["traced_ms"]) == 2
-    assert (report["steps"]["micro_batches"], report["steps"]["tokens"]) == (2, 128)
+    assert (report["steps"]["micro_batches"], report["steps"]["tokens"]) == ([2, 2], 128)
     calls = {(row["op"], row["kind"]): row["calls"] for row in report["host"]["ops"]}
     # Of each micro-batch: queries, output, gate and up, down in two layers; the backward of all but the first input.
     assert calls["aten::addmm", "matmul"] == 2 * 4 * 2
@@ -305,6 +306,7 @@ def test_steps_that_are_graphs(inputs, tmp_path, monkeypatch):
         (["--steps", "many"], "many"),
         (["--stepz", "3"], "stepz"),
         (["--output", "runs/tiny"], "is the run's own folder"),
+        (["--output", "runs/tiny/../tiny/profile"], "is the run's own folder or in it"),
         (["--data.max_length", "0"], "data.max_length: must be at least 2, not 0"),
     ],
 )
@@ -313,6 +315,28 @@ def test_mistakes(inputs, arguments, message, capsys, monkeypatch):
     assert cli.main(["profile", "run.toml", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not Path("runs/tiny/report-rank0.json").exists()
+
+
+def test_folders_of_others_are_left_alone(inputs, tmp_path, capsys):
+    """A run in a folder that profiles use, and another profile's that is under way; files of an earlier one go."""
+    run, old = tmp_path / "profiled-run", tmp_path / "report-rank7.json"
+    arguments = ["profile", str(inputs / "run.toml"), "--steps", "1", "--before", "1", "--output", str(tmp_path)]
+    run.mkdir()
+    (run / "notes.txt").touch()
+    old.touch()
+    assert cli.main(arguments) == 2
+    assert f"{run} is not of a profile, and would be removed" in capsys.readouterr().err
+    assert (run / "notes.txt").exists()
+    (run / "notes.txt").rename(run / "made-by-gapless-profile")
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert cli.main(arguments) == 2
+    assert "another process is training in" in capsys.readouterr().err
+    assert run.exists()
+    assert old.exists()
+    assert cli.main(arguments) == 0
+    assert not run.exists()
+    assert not old.exists()
 
 
 def test_too_few_steps_with_something_to_train(inputs, tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ from gapless.inference.load import DTYPES
 from gapless.models.decoder import Decoder, DecoderLayer
 from gapless.profiling.events import CallLines, Recording, Step, call_lines, read_trace
 from gapless.profiling.limits import AttentionWork, Rates, attention_work, measure_rates
+from gapless.training import files
 from gapless.training.callbacks import Callback, Run, TrainResult
 from gapless.training.metrics import Metrics
 from gapless.training.step import StepMetrics
@@ -39,6 +40,8 @@ from gapless.training.trainer import Trainer
 
 _LEARNING_RATE = 1e-9
 """What a step takes does not depend on it, and with so small a one no step goes wrong."""
+_RUN, _MARK = "profiled-run", "made-by-gapless-profile"
+"""The run folder in a profile's, which goes again, and the file in it without which none does."""
 _LEAD = 2
 """Steps of a recording that are not of it: the profiler's own start, and the first one after."""
 
@@ -62,7 +65,8 @@ class Recorded:
     """Of the steps of `by_kernel`; None for a rank without layers."""
     update_bytes: int
     """Of an update of the optimizer."""
-    micro_batches: int
+    micro_batches: tuple[int, ...]
+    """How many run in each of the `measured` steps."""
     tokens: int
     """T of a micro-batch."""
     launched: Recording | None = None
@@ -102,8 +106,8 @@ def record(config: RunConfig, folder: Path, *, steps: int, before: int) -> Recor
         result = run.train()
     finally:
         recorder.close()
-        if run.rank == 0:
-            shutil.rmtree(folder / "run", ignore_errors=True)
+        if run.opened and run.rank == 0:
+            shutil.rmtree(folder / _RUN, ignore_errors=True)
     if recorder.recorded is None and result.stopped_by is None:
         raise ValueError(
             f"{recorder.called} steps of {result.step} had something to train, and {recorder.most} are needed; take "
@@ -138,7 +142,7 @@ def profiled(config: RunConfig, folder: Path, steps: int) -> RunConfig:
         ),
         training=replace(
             config.training,
-            output_dir=str(folder / "run"),
+            output_dir=str(folder / _RUN),
             max_steps=steps,
             save_steps=None,
             eval_steps=None,
@@ -153,6 +157,19 @@ class _Steps(Trainer):
 
     launching: Callable[[Sequence[PackedBatch]], None]
     """Called with the micro-batches of each step that run."""
+    opened = False
+    """Whether the run folder is this run's."""
+
+    def _open_folder(self) -> None:
+        """Open the run folder, and let go of an earlier profile's files beside it, which may be of more ranks."""
+        folder = Path(self.config.training.output_dir)
+        self._world.first("profile", lambda: _take(folder))
+        super()._open_folder()
+        self.opened = True
+        if self.rank == 0:
+            for pattern in ("report-rank*.json", "timeline-rank*.html", "trace-*-rank*.json.gz"):
+                for path in folder.parent.glob(pattern):
+                    path.unlink()
 
     @property
     def graphs(self) -> int | None:
@@ -176,6 +193,15 @@ class _Steps(Trainer):
     def _finish(self) -> TrainResult:
         """No result."""
         return self._train_result(None)
+
+
+def _take(folder: Path) -> None:
+    """Make a run folder that is a profile's."""
+    if folder.exists() and not (folder / _MARK).exists():
+        raise ValueError(f"{folder} is not of a profile, and would be removed; choose another --output")
+    with files.writing(folder):
+        folder.mkdir(exist_ok=True)
+        (folder / _MARK).touch()
 
 
 class Recorder(Callback):
@@ -282,6 +308,8 @@ class Recorder(Callback):
 
     def _collect(self, trainer: _Steps) -> Recorded:
         first = self.most - self._steps
+        measured = self._before + self._steps + _LEAD
+        called = [number for number, _, _ in self._batches]
         batches = [lengths for called, _, lengths in self._batches if first <= called < self.most]
         cuda = trainer.device.type == "cuda"
         ends = self._ends[self._before - 1 : self._before + self._steps]
@@ -297,7 +325,7 @@ class Recorder(Callback):
             rates=self._rates,
             attention=_attention(trainer.model, batches),
             update_bytes=trainer.optimizer.update_bytes(),
-            micro_batches=len(batches) // self._steps,
+            micro_batches=tuple(called.count(number) for number in range(measured, measured + self._steps)),
             tokens=self._batches[-1][1] if self._batches else 0,
             traces=self._traces,
         )

@@ -21,7 +21,7 @@ _ROWS = 12
 
 
 def profile(
-    config: RunConfig, folder: Path, *, steps: int, before: int, console: Console | None = None
+    config: RunConfig, folder: str | Path, *, steps: int = 3, before: int = 5, console: Console | None = None
 ) -> dict[str, Any]:
     """Record some steps of a run, write report and timeline, and show the tables.
 
@@ -38,6 +38,7 @@ def profile(
     Raises:
         ValueError: see `record`; the folder cannot be written.
     """
+    folder = Path(folder)
     with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     recorded = record(config, folder, steps=steps, before=before)
@@ -85,8 +86,10 @@ def _steps(report: dict[str, Any]) -> Text:
     steps, rates = report["steps"], report["rates"]
     plain, measured, traced = (_median(steps[key]) for key in ("plain_ms", "measured_ms", "traced_ms"))
     first, last = steps["first"], steps["first"] + steps["recorded"] - 1
+    fewest, most = min(steps["micro_batches"]), max(steps["micro_batches"])
+    batches = str(most) if fewest == most else f"{fewest} to {most}"
     lines = [
-        f"steps {first} to {last} of {report['run']} on {report['device']}, each {steps['micro_batches']} x "
+        f"steps {first} to {last} of {report['run']} on {report['device']}, each {batches} x "
         f"{steps['tokens']:,} tokens",
         f"a step takes {plain:.1f} ms without the profiler, {measured:.1f} ms measured, {traced:.1f} ms traced "
         "(Python frames and shapes)",
