@@ -69,6 +69,7 @@ def test_a_result_older_than_the_last_checkpoint_is_written_anew(inputs, tmp_pat
     [
         ({"learning_rate": 5e-4}, r"optim.learning_rate = 0.01, now it is 0.0005"),
         ({"r": 8}, r"adapter.r = 4, now it is 8"),
+        ({"kind": "full"}, r"adapter.type = .lora., now it is .none."),
         ({"max_length": 64}, r"data.max_length = 128, now it is 64"),
         ({"dtype": "bf16"}, r"model.dtype = 'fp32', now it is 'bf16'"),
         ({"seed": 1}, r"training.seed = 42, now it is 1"),

@@ -208,7 +208,8 @@ def check_base(checkpoint: Checkpoint, base: dict[str, str]) -> None:
 
 
 def _compare(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    for name in sorted(before.keys() | now.keys()):
+    # What kind of thing it is before what it is like: of another kind all else differs, and may have no meaning.
+    for name in sorted(before.keys() | now.keys(), key=lambda name: (not name.endswith(".type"), name)):
         if before.get(name) != now.get(name):
             raise ValueError(
                 f"{folder} belongs to a run with {name} = {before.get(name)!r}, now it is {now.get(name)!r}; restore "
