@@ -18,17 +18,9 @@ from functools import partial
 
 import torch
 from cases import metadata
-from common import print_failed, print_table, require_gpu, run_cases
+from common import chosen, print_failed, print_table, require_gpu, run_cases
 
 CASES = {f"metadata-{n}": partial(metadata.rows, f"metadata-{n}", metadata.setting_of(n)) for n in (16, 32, 64)}
-
-
-def selected(names: str | None) -> list[str]:
-    """The cases of a comma-separated list; all without one."""
-    wanted = list(CASES) if names is None else names.replace(" ", "").split(",")
-    if unknown := [name for name in wanted if name not in CASES]:
-        sys.exit(f"error: no case is {', '.join(unknown)}; there are {', '.join(CASES)}")
-    return wanted
 
 
 def main() -> int:
@@ -36,7 +28,7 @@ def main() -> int:
     parser.add_argument("--cases", help="names, separated by commas; all by default")
     parser.add_argument("--list", action="store_true", help="print the cases' names")
     options = parser.parse_args()
-    names = selected(options.cases)
+    names = chosen(options.cases, list(CASES), "case") or list(CASES)
     if options.list:
         print("\n".join(names))
         return 0

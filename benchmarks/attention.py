@@ -30,7 +30,7 @@ import torch
 from cases import measure_rates
 from cases.attention import CASES, QUICK, versus
 from cases.attention_sides import PEERS, installed
-from common import RESULTS, Row, commit, merge, print_failed, print_table, require_gpu, run_cases
+from common import RESULTS, Row, chosen, commit, merge, print_failed, print_table, require_gpu, run_cases
 
 
 def selected(patterns: str) -> list[str]:
@@ -40,15 +40,6 @@ def selected(patterns: str) -> list[str]:
     if unknown:
         sys.exit(f"error: no case is like {', '.join(map(repr, unknown))}; --list prints them")
     return [case for case in CASES if any(fnmatch(case, pattern) for pattern in wanted)]
-
-
-def chosen_peers(names: str) -> list[str]:
-    """Peers of a comma-separated list; none of an empty one."""
-    found = [name for name in names.split(",") if name]
-    unknown = [name for name in found if name not in PEERS]
-    if unknown:
-        sys.exit(f"error: no peer is {', '.join(unknown)}; there are {', '.join(PEERS)}")
-    return found
 
 
 def overall() -> list[Row]:
@@ -73,9 +64,9 @@ def main() -> int:
     if options.list:
         print("\n".join(names))
         return 0
-    chosen = chosen_peers(options.peers)
+    wanted = chosen(options.peers, PEERS, "peer")
     require_gpu()
-    peers = installed(chosen, options.fa3)
+    peers = installed(wanted, options.fa3)
     rates = measure_rates()
     part = " --quick" if options.quick else f" --cases '{options.cases}'" if options.cases else ""
     part += f" --peers {options.peers}" * (options.peers != ",".join(PEERS)) + " --fa3 LIBRARY" * bool(options.fa3)

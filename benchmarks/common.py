@@ -84,6 +84,14 @@ def require_gpu() -> None:
         sys.exit("error: this benchmark needs a GPU that torch can use through CUDA, and finds none")
 
 
+def chosen(given: str | None, known: Sequence[str], kind: str) -> list[str]:
+    """The names of a comma-separated list; none without one. Ends with a line where a name is not known."""
+    names = [name for name in (given or "").replace(" ", "").split(",") if name]
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"error: no {kind} is {', '.join(unknown)}; there are {', '.join(known)}")
+    return names
+
+
 def versions() -> dict[str, str]:
     """Of the packages that matter, where they are installed; and of CUDA."""
     found = {"python": sys.version.split()[0], "cuda": str(torch.version.cuda)}

@@ -28,17 +28,7 @@ from cases import measure_rates
 from cases.finetune import NAMES, PEERS, cases
 from cases.finetune_plan import Plan
 from cases.finetune_worker import PACKAGES, Lines, work
-from common import print_failed, print_table, require_gpu, run_cases
-
-
-def chosen(given: str | None, known: tuple[str, ...], kind: str) -> list[str] | None:
-    """The names of a comma-separated list; None if there is none."""
-    if given is None:
-        return None
-    names = given.replace(" ", "").split(",")
-    if unknown := [name for name in names if name not in known]:
-        sys.exit(f"error: no {kind} is {', '.join(unknown)}; there are {', '.join(known)}")
-    return names
+from common import chosen, print_failed, print_table, require_gpu, run_cases
 
 
 def main() -> int:
@@ -62,7 +52,7 @@ def main() -> int:
     if options.list:
         print("\n".join(names))
         return 0
-    peers = chosen(options.peers, PEERS, "peer")
+    peers = chosen(options.peers, PEERS, "peer") or None
     require_gpu()
     with ExitStack() as stack:
         folder = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))

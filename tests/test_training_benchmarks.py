@@ -1,5 +1,6 @@
 """The benchmarks of training on a CPU: tiny models, the same code, and what must not be published is not."""
 
+import importlib
 import json
 import sys
 from dataclasses import replace
@@ -465,15 +466,21 @@ def test_limits_are_those_of_the_notes(tmp_path, monkeypatch, capsys):
     assert "30.0 GFLOP a token at 700 TFLOP/s" in capsys.readouterr().out
 
 
-def test_names_that_are_unknown_are_refused():
-    import ablations
-    import finetune_gpu
-
-    with pytest.raises(SystemExit, match="no case is lora-9b; there are lora-8b"):
-        finetune_gpu.chosen("lora-9b", finetune_gpu.NAMES, "case")
-    with pytest.raises(SystemExit, match="no case is metadata-8; there are metadata-16"):
-        ablations.selected("metadata-8")
-    assert ablations.selected(None) == ["metadata-16", "metadata-32", "metadata-64"]
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("finetune_gpu", ["--cases", "lora-8b, lora-9b"], "no case is lora-9b; there are lora-8b"),
+        ("finetune_gpu", ["--peers", "trl"], "no peer is trl; there are hf, hf-liger, unsloth"),
+        ("ablations", ["--cases", "metadata-8"], "no case is metadata-8; there are metadata-16, metadata-32"),
+        ("attention", ["--peers", "fa5"], "no peer is fa5; there are"),
+    ],
+)
+def test_names_that_are_unknown_are_refused(script, arguments, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.setattr("common.require_gpu", lambda: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit, match=message):
+        importlib.import_module(script).main()
 
 
 @pytest.mark.slow
